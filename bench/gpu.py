@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Device forms beside cuDNN, in one process: the acceptance table of the CUDA backend.
+"""Device forms against cuDNN, in one process: the acceptance table of the CUDA backend.
 
     cargo build --release -p attlas-cuda --example attlas_cuda_c
     python3 bench/gpu.py --lib target/release/examples/libattlas_cuda_c.so [--cache DIR] [--nvrtc PATH] [--quick]
 
-bf16, batch 1, forward, medians of replayed graphs. Times move by some 5 % from run to run with the power of the chip,
-so only ratios within a run count. Exit status 1 if a ratio lies below its floor (a regression).
+bf16, batch 1, forward, medians of replayed graphs. Times vary by some 5 % from run to run with the power of the chip:
+only ratios within a run count. Exit status 1 if a ratio lies below its floor (a regression).
 """
 import argparse
 import ctypes
@@ -41,7 +41,7 @@ class Attlas:
         return self.devices[family]
 
     def plan(self, method, options, q, k, causal, family=0, learn=None):
-        """`learn`: queries and keys on the host that a method learns from, of one number of tokens."""
+        """`learn`: queries and keys on the host for calibration, with the same number of tokens."""
         _, heads, n_q, d = q.shape
         sizes = (ctypes.c_int64 * 8)(q.shape[0], heads, k.shape[1], n_q, k.shape[2], d, d, int(causal))
         where = [ctypes.c_void_p(0)] * 2
@@ -201,7 +201,7 @@ def stand_ins(table, attlas):
 
 
 def decoding_by_rank(table, attlas):
-    """One query over keys that scores choose: `top_k` reads all coordinates of all keys, `loki` some of them."""
+    """One query over keys chosen by scores: `top_k` reads all coordinates of all keys, `loki` some of them."""
     d = 128
     q = normal(32, 1, d)
     o = torch.empty_like(q)
@@ -247,7 +247,7 @@ def decoding(table, attlas):
 
 
 def host(table, attlas):
-    """First plan with compiled kernels in the cache, and the host's share of later calls."""
+    """Time of the first plan with cached kernels, and the host's share of later calls."""
     q, k, v = (normal(32, 4096, 64) for _ in range(3))
     o = torch.empty_like(q)
     start = time.perf_counter()

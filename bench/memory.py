@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Peak memory of `attlas generate` on a long prompt: by method, and by how keys and values are stored.
+"""Peak memory of `attlas generate` on a long prompt, by method and by storage format of keys and values.
 
     cargo build --release
     python bench/memory.py .models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf data/alice29.txt [--tokens 32768]
 
-Every run is a process of its own that reads the prompt and adds 16 tokens; its peak is the largest resident set, as the
-system counts it (`ru_maxrss`). The first line is the same process with a prompt of a few words: the mapped weights, the
-program, buffers for one token. *Above* is the peak of a run less that of the first line: what the prompt costs, cache and
-buffers of a chunk together. *Cache* is what `--json` says is held at the end.
+Every run is a separate process that reads the prompt and generates 16 tokens; its peak is the largest resident set
+(`ru_maxrss`). The first line is the same process with a prompt of a few words: the mapped weights, the program, buffers
+for one token. *Above* is the peak of a run minus that of the first line: the cache and the buffers of a chunk. *Cache*
+is the size at the end from `--json`.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main():
 
 
 def prompt_letters(fixed, file, text, tokens):
-    """Letters of the text that make at most so many tokens, by the share of its first 8000 letters, less 2 %."""
+    """Number of letters that make at most that many tokens, by the rate of the first 8000 letters, minus 2 %."""
     write(file, text[:8000])
     record, _ = run([*fixed, "--prompt-file", file.name])
     return min(len(text), int(0.98 * 8000 * tokens / len(record["prompt_ids"])))

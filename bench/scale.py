@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Two processes with one thread each beside one process with two threads, and the cluster model beside both.
+"""Two processes with one thread each against one process with two threads, and the cluster model against both.
 
     bench/scale.py --model MODEL --text FILE --out docs/benchmarks/scale.md     builds attlas with MPI, measures, writes the page
     bench/scale.py --attlas PATH --only exact,decode                            parts of it, with another program
 
-Parts: exact, long, decode, tune, load, cluster; predictions stand beside exact and long. Every figure is the median of five
-runs or more on one machine with two processors or more; Open MPI's mpirun is needed. About eight minutes on two cores.
+Parts: exact, long, decode, tune, load, cluster; exact and long also have predictions. Every figure is the median of
+five runs or more on one machine with two processors or more; Open MPI's mpirun is needed. About eight minutes on two
+cores.
 """
 import argparse, json, os, pathlib, shlex, statistics, subprocess, sys, tempfile
 
@@ -15,7 +16,7 @@ RUNS = 5
 
 
 def shown(seconds):
-    """Three digits in a unit that people read."""
+    """Three digits in a readable unit."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (0, "us")):
         if seconds >= size * (1 if unit in ("s", "ms", "us") else 2):
             return digits(seconds / (size or 1e-6), unit)
@@ -33,7 +34,7 @@ def digits(x, unit):
 
 
 def tokens(n):
-    """Lengths as the command takes them."""
+    """Lengths in the command's syntax."""
     return f"{n >> 20}M" if n % (1 << 20) == 0 else f"{n:,.0f}".replace(",", " ")
 
 
@@ -71,7 +72,7 @@ class Pair:
             print(f"predicted {shown(predicted['seconds'])}", file=sys.stderr, flush=True)
 
     def add(self, *row):
-        """A row of the page, which is also shown at once: a run that is stopped has something to show."""
+        """Adds a row of the page and prints it at once: a stopped run then has results."""
         self.rows.append(row)
         print(*row, sep="; ", file=sys.stderr, flush=True)
 
@@ -82,7 +83,7 @@ def tune(pair, model, text):
         for i in range(RUNS):
             for name, start in (("one", pair.one), ("two", pair.two)):
                 out = str(pathlib.Path(folder) / f"{name}{i}.toml")
-                # One part of one: measurements alone, without the checks after them.
+                # Shard 0 of 1: only measurements, without the checks after them.
                 args = ["tune", model, "--text", text, "--tokens", "1024", "--max-kl", "0.01", "--effort", "quick"]
                 rates[name].append(start(*args, "--shard", "0/1", "--out", out)["heads_per_second"])
     one, two = statistics.median(rates["one"]), statistics.median(rates["two"])

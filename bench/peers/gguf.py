@@ -6,8 +6,8 @@
     python bench/peers/gguf.py data/alice29.txt converted.gguf [more.gguf …] [--tokens 2048] [--window 512]
     python bench/peers/gguf.py data/alice29.txt model.gguf --compress "svd --rank 288 --matrices q,o"
 
-With `--compress` every model is compressed as well, once for each time the option is given: into a GGUF file, in which factors are multiplied
-out and which both programs read, and into a folder, which attlas runs on its factors.
+With `--compress`, which may be repeated, every model is also compressed: into a GGUF file with multiplied-out factors,
+which both programs read, and into a folder, which attlas runs on its factors.
 
 Windows without overlap; all but the first token of each are scored. llama.cpp keeps keys and values in single precision
 here, as attlas does by default; it multiplies quantised weights with activations rounded to 8 bits, which attlas does with
@@ -27,7 +27,7 @@ from llama_cpp import Llama
 
 
 def peer(model, text, tokens, window):
-    """Perplexity in llama.cpp, and how many tokens the text has."""
+    """Perplexity in llama.cpp, and the number of tokens of the text."""
     llama = Llama(str(model), n_ctx=window, n_batch=window, logits_all=True, verbose=False, n_threads=2,
                   n_threads_batch=2, type_k=0, type_v=0)
     ids = llama.tokenize(text, add_bos=False, special=False)[:tokens]
@@ -53,7 +53,7 @@ def ours(attlas, model, text, tokens, window, compute):
 
 
 def compressed(attlas, model, text, tokens, window, how, out):
-    """Writes the model compressed; a loss past the command's limit (status 1) is a result, too."""
+    """Writes the compressed model; a loss beyond the command's limit (status 1) is a result, too."""
     command = [attlas, "compress", model, "--with", *shlex.split(how), "--text", text, "--tokens", tokens, "--context", window,
                "--repeats", 0, "--out", out, "--quiet", "--json"]
     done = subprocess.run([str(c) for c in command], capture_output=True, text=True)
@@ -76,7 +76,7 @@ def main():
     print(f"{'file':60} {'MB':>6} {'scored':>6} {'llama.cpp':>10} {'attlas f32':>10} {'attlas int8':>11} {'off':>8}")
 
     def row(name, model):
-        """A line about a file, which both programs read, or a folder; whether both agree."""
+        """Prints a line about a file, which both programs read, or a folder; returns true if both agree."""
         own = [ours(args.attlas, model, args.text, args.tokens, args.window, c) for c in ("f32", "int8")]
         theirs, off = None, 0.0
         if model.is_file():

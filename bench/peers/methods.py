@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Approximate attention beside the PyTorch packages that PyPI offers, on the same threads and settings.
+"""Approximate attention against PyTorch packages from PyPI, on the same threads and settings.
 
-Both sides run alternately, one run each; the table gives medians. Only attention is timed: projections of tokens to queries,
-keys and values are taken out of the packages' modules. Set-up counts on our side (drawing directions, clustering) except for
-Linformer, whose projections are parameters on both sides.
+Both sides run alternately, one run each; the table gives medians. Only attention is timed: projections of tokens to
+queries, keys and values are removed from the packages' modules. Set-up counts on our side (drawing directions,
+clustering) except for Linformer, whose projections are parameters on both sides.
 
     bench/peers/methods.py                 installs the packages into .cache/peers, builds attlas, prints the table
     bench/peers/methods.py --out FILE.md   also writes it
@@ -17,7 +17,7 @@ HEADS, N, D = 1, 16384, 64
 
 
 def peers(torch):
-    """(package, settings in words, theirs, request to attlas) of each comparison."""
+    """(package, description of settings, their call, request to attlas) of each comparison."""
     from linear_attention_transformer.linear_attention_transformer import linear_attn
     from linformer import LinformerSelfAttention
     from nystrom_attention import NystromAttention
@@ -30,7 +30,7 @@ def peers(torch):
     same = torch.nn.Identity()
 
     class Given(torch.nn.Module):
-        """In place of a projection: the same output whatever goes in."""
+        """Replacement of a projection with a constant output."""
 
         def __init__(self, output):
             super().__init__()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A model, SmolLM2-135M in Q4_1 unless another is named, beside transformers (f32) and llama.cpp (llama-cpp-python).
+"""A model, by default SmolLM2-135M in Q4_1, against transformers (f32) and llama.cpp (llama-cpp-python).
 
-All sides read the same file and the same tokens of data/alice29.txt, alternately, one run each; the table gives the median
-of the repetitions. Prefill is one pass over the prompt with logits of its last token; decoding feeds one known token at a time
-after a prompt of 1024, so that nobody's sampler is timed. Repetitions go round all cases, so that a run that is stopped, or that
-ends after --seconds, has a table of them all.
+All sides read the same file and the same tokens of data/alice29.txt, alternately, one run each; the table gives the
+median of the repetitions. Prefill is one pass over the prompt with logits of its last token; decoding feeds one known
+token at a time after a prompt of 1024, which excludes samplers from the times. Repetitions cycle through all cases: a
+run that is stopped, or that ends after --seconds, has a table of all of them.
 
     bench/peers/model.py                              installs the peers into .cache/peers-model, builds attlas, prints the table
     bench/peers/model.py --cases prefill:512 --repeats 3 --records FILE.jsonl     one case, kept
@@ -145,7 +145,7 @@ def measure(cases, names, threads, repeats, recipe, seconds):
         side.run(ids[:64], ids[64:66])
     for _ in range(repeats):
         if ours:
-            # What else runs on the machine can only lower them.
+            # Other load on the machine can only lower them.
             seen = ours.ask(ceilings=True)
             ceilings = {name: max(rate, (ceilings or seen)[name]) for name, rate in seen.items()}
         for case in cases:
@@ -155,7 +155,7 @@ def measure(cases, names, threads, repeats, recipe, seconds):
             for name, side in sides.items():
                 if time.monotonic() > end:
                     return
-                # The other side's threads spin for a while after their work: let them go to sleep first.
+                # The other side's threads spin for a while after their work: wait until they sleep.
                 time.sleep(PAUSE)
                 prefill, decode = side.run(prompt, steps)
                 rate = len(steps) / decode if kind == "decode" else len(prompt) / prefill
@@ -166,7 +166,7 @@ def measure(cases, names, threads, repeats, recipe, seconds):
 
 
 def model_file(name):
-    """The file of that name; one of random weights is made if it is not there."""
+    """The file of the model; a missing one with random weights is made."""
     kind, _, format = name.partition(":")
     if name == "smollm2":
         return SMOLLM2
@@ -184,7 +184,7 @@ def model_file(name):
 
 
 def share(case, rate, ceilings):
-    """What a rate is of the machine's: products of eight bits in a prompt, bytes read while decoding."""
+    """Share of the machine's rate: 8-bit products in a prompt, bytes read while decoding."""
     kind, n = case.split(":")
     if kind == "prefill":
         return rate * ceilings["products"] / ceilings["int8_per_second"]
@@ -264,7 +264,7 @@ def main():
         needs = [package for side in sides for package in NEEDS.get(side, [])]
         if needs:
             ensure(VENV, *needs)
-        # What was measured is printed when the script is stopped.
+        # A stopped script prints its measurements.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         recipe = str(pathlib.Path(args.recipe).resolve()) if args.recipe else None
         try:

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""A GGUF file with the shape of a Llama of one billion parameters and random weights, for measuring speed alone.
+"""A GGUF file with the shape of a Llama of one billion parameters and random weights, only for measuring speed.
 
     bench/peers/random_model.py Q4_K FILE.gguf        matrices in Q4_K, the embedding, which is the output too, in Q6_K
     bench/peers/random_model.py Q8_0 FILE.gguf        everything in Q8_0
 
 Shape: that of Llama 3.2 1B, 16 layers of width 2048 with 32 heads, 8 of them of keys, and 8192 hidden units. The vocabulary, of
 49152 tokens, is that of the SmolLM2 file in the folder of models. Weights are blocks of random bytes whose scales give them a
-deviation of about 0.02; one mebibyte of them is written again and again, which changes no time.
+deviation of about 0.02; one mebibyte of them is written repeatedly, which does not change times.
 """
 import pathlib, random, struct, sys
 
 WIDTH, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 2048, 16, 32, 8, 8192, 49152, 8192
-# Number in GGUF, weights of a block, its bytes, and where halves that are scales stand, with their values.
+# Number in GGUF, weights and bytes of a block, and offsets of its half-precision scales with their values.
 FORMATS = {
     "Q8_0": (8, 32, 34, {0: 0.0003}),
     "Q4_K": (12, 256, 144, {0: 0.00015, 2: 0.001}),
@@ -60,7 +60,7 @@ def named(name):
 
 
 def weights(format, count):
-    """So many random weights."""
+    """Random weights in the given number."""
     _, length, size, halves = FORMATS[format]
     blocks = count // length
     some = min(blocks, (1 << 20) // size)

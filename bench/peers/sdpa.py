@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Exact attention beside PyTorch's scaled_dot_product_attention on CPU.
+"""Exact attention against PyTorch's scaled_dot_product_attention on CPU.
 
 Both sides run in the same minutes on the same shapes and threads, alternately, one run each, and the table gives the median of
 the repetitions. Flops are counted as 4 H N^2 d, half of that when causal.
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 VENV = ROOT / ".cache" / "peers"
 # OpenMP runtimes let idle threads spin for up to 0.2 s.
 PAUSE = 0.3
-# Seconds of runs before the one that counts.
+# Seconds of warm-up runs.
 WAKE = 0.05
 
 
@@ -50,10 +50,9 @@ class Attlas:
 
 
 def interleave(torch_run, attlas_run, repeats, ceiling=None):
-    """Medians of alternating runs: seconds of attlas, seconds of torch, and the work that the machine could have done
-    in the seconds of attlas, from its `ceiling` (work per second), which is measured after each run. The other side's
-    threads spin for a while after their work: they get time to go to sleep; then runs that are not counted wake this
-    side's and bring memory back to its speed."""
+    """Medians of alternating runs: seconds of attlas, seconds of torch, and the machine's possible work in the seconds
+    of attlas, from its `ceiling` (work per second), measured after each run. The other side's threads spin for a while
+    after their work: a pause lets them sleep; then warm-up runs wake this side's threads and warm up memory."""
     ours, theirs, possible = [], [], []
     for _ in range(repeats):
         for run, seconds in [(torch_run, theirs), (attlas_run, ours)]:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""SmolLM2 in transformers with `attlas` beside `sdpa`, in the same process and minutes.
+"""SmolLM2 in transformers with `attlas` against `sdpa`, in the same process and minutes.
 
     bench/peers/transformers.py [--only prompts|decoding|overhead] [--lengths 2048,8000] [--threads 2] [--runs 3] [--out FILE]
 
-Times whole prompts, the attention function alone inside them, decoding after a prompt, and one call of `attlas.attention` on one
-token of 9 heads against 1024 keys and against one, beside the same problem without Python. Runs of both alternate; medians are told.
+Times whole prompts, the attention function alone inside them, decoding after a prompt, and one call of
+`attlas.attention` on one token of 9 heads against 1024 keys and against one, beside the same problem without Python.
+Runs alternate; the results are medians.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import statistics
 import sys
 import time
 
-# This file has the name of the library that it measures, and a script's own folder is searched first.
+# This file has the name of the measured library, and a script's own folder is searched first.
 sys.path[:] = [p for p in sys.path if pathlib.Path(p).resolve() != pathlib.Path(__file__).resolve().parent]
 
 import attlas  # noqa: E402
@@ -31,7 +32,7 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def timed_attention(name):
-    """Registers `name` again with a clock around it; the seconds are in the list."""
+    """Registers `name` again with a timer around it; the list collects the seconds."""
     spent = []
     inner = ALL_ATTENTION_FUNCTIONS[name]
 
@@ -100,7 +101,7 @@ def decoding(model, ids, runs):
 
 
 def overhead():
-    """Microseconds of one call on one thread: NumPy, torch, and Rust alone, in turns, 20 times 100 calls; medians."""
+    """Microseconds of one call on one thread: NumPy, torch, and Rust alone, alternately, 20 times 100 calls; medians."""
     rows = []
     calls = 100
     for n in (1, 1024):

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the files under `corpus/`: small, valid, and between them using every part of each format; `hostile` adds files that
-once exhausted stack, memory or time."""
+"""Writes the files under `corpus/`: small, valid, and together covering every part of each format; `hostile` adds files
+that once exhausted stack, memory or time."""
 
 import io
 import json
@@ -200,7 +200,7 @@ def hf_weights(names=None):
 
 
 def factored_folder(section, tensors, config=None):
-    """A folder in factored form: a section of the configuration, and weights of which some are replaced; `None` removes one."""
+    """A folder in factored form: a section of the configuration, and replacements of some weights; `None` removes one."""
     weights = {n: t for n, t in {**hf_weights(), **tensors}.items() if t is not None}
     config = {**(config or CONFIG), "attlas": {"version": 1, "params": {"rank": 2}, **section}}
     return folder({"config.json": config, "tokenizer.json": TOKENIZER, "model.safetensors": safetensors(weights)})
@@ -221,7 +221,7 @@ def factored():
         {**gone(q), "attlas.factor.0": ("F16", [2, 8], struct.pack("<16e", *range(16))), "attlas.factor.1": matrix(8, 2), f"{q}.bias": matrix(8)})
     mixed = lambda *rows: {"cores": "attlas.factor.1", "mixture": "attlas.factor.2", "rows": list(rows)}
     ends = {"tensor": "attlas.factor.0", "transposed": True}, {"tensor": "attlas.factor.3"}
-    # Two blocks of keys on one another, and values as slices, as wide feed-forward layers have them.
+    # Two stacked blocks of keys, and values as slices, as in wide feed-forward layers.
     yield "tucker", factored_folder(
         {"conversion": "tucker", "params": {"rank": 2, "layer_rank": 3}, "maps": {
             q: [ends[0], {**mixed(0), "transposed": True}, {"tensor": "attlas.factor.4"}],
@@ -243,7 +243,7 @@ def factored():
         {**gone(k, v), **{f"{part(n)}.weight": t for n, t in heads.items()}})
     half = struct.pack("<e", 0.25)
     block = half + bytes(range(32))
-    # Rows of 32 numbers, so that blocks fit.
+    # Rows of 32 numbers, the size of a block.
     wide = {**CONFIG, "hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 1, "intermediate_size": 4}
     shapes = {"model.embed_tokens": [4, 32], "model.norm": [32], f"{layer}input_layernorm": [32], f"{layer}post_attention_layernorm": [32],
               q: [32, 32], k: [4, 32], v: [4, 32], o: [32, 32], gate: [4, 32], up: [4, 32], down: [32, 4]}
@@ -339,7 +339,7 @@ def main():
 
 
 def hostile():
-    """What the limits of each parser are for."""
+    """Files that the limits of each parser must stop."""
     put("chat_template", "hostile_minus.jinja", "{{ " + "-" * 20400 + "1 }}")
     put("chat_template", "hostile_chain.jinja", "{{ 1" + "|string" * 4000 + " }}")
     put("chat_template", "hostile_double.jinja", "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}")

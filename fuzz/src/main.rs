@@ -14,6 +14,6 @@ static TARGET: LazyLock<&'static Target> = LazyLock::new(|| {
 });
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
-    // A refusal is an answer; only panics, overruns, leaks of time and memory are findings.
+    // A refusal is a valid result; only panics, overruns and excessive time or memory are findings.
     let _ = (TARGET.run)(data);
 });

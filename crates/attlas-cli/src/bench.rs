@@ -54,7 +54,7 @@ pub(crate) fn run(args: &BenchArgs, common: &Common) -> Outcome {
     Ok(ending(result.interrupted))
 }
 
-/// Device times of the forms that methods have on a GPU.
+/// Prints device times of the methods' GPU kernels.
 fn on_gpu(gpu: &Gpu, selection: Selection, args: &BenchArgs, common: &Common) -> Outcome {
     let (selection, left_out) = gpu.select(selection)?;
     let settings = GpuBench {
@@ -84,7 +84,7 @@ fn on_gpu(gpu: &Gpu, selection: Selection, args: &BenchArgs, common: &Common) ->
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints lines and then tables, each under a sentence of its own where there is one.
+/// Prints the heading lines and then the tables, each under its own sentence if it has one.
 fn show(common: &Common, heading: &[String], tables: &[(String, Table)]) {
     print(&(heading.join(if common.md { "  \n" } else { "\n" }) + "\n"));
     for (above, table) in tables {

@@ -14,11 +14,11 @@ use attlas_lab::{Calibrations, Error, Meter, Run, Workload, html, output};
 use clap::Parser;
 use std::process::ExitCode;
 
-/// Seconds that the first look may take.
+/// Time limit of a run without a command, in seconds.
 const FIRST_LOOK_SECONDS: &str = "18";
 
 impl CompareArgs {
-    /// Methods that run by default.
+    /// Returns the comparison that runs without a command.
     pub(crate) fn first_look(common: &Common) -> Self {
         note(
             common,
@@ -131,8 +131,8 @@ fn run_on(crew: &dyn Crew, args: &CompareArgs, common: &Common) -> Outcome {
     }
 }
 
-/// Settings with which all methods spend the same, and what they are. The first process looks for them; the others take them
-/// over.
+/// Returns settings with which all methods spend the same budget, and their description. The first process searches for
+/// them and shares them with the others.
 fn equal_budgets(
     crew: &dyn Crew,
     workload: &Workload,
@@ -155,7 +155,7 @@ fn equal_budgets(
     Ok((selection, Some(Matching { budget, methods })))
 }
 
-/// Whether a method stays within the error that is accepted.
+/// Returns the exit status: success if some method stays within the error budget.
 fn judge(result: &Comparison, budget: f64, common: &Common) -> ExitCode {
     let within: Vec<&str> = result
         .summary
@@ -212,7 +212,7 @@ fn show(result: &Comparison, args: &CompareArgs, common: &Common) {
     if let Some(fell_back) = result.fallbacks() {
         print(&format!("{}\n", wrap(&fell_back)));
     }
-    // One line for all layers that a method refuses for the same reasons.
+    // Layers that a method refuses for the same reasons share one line.
     let mut reported: Vec<(&str, &Vec<String>)> = Vec::new();
     for r in &result.refused {
         if reported.contains(&(r.method, &r.reasons)) {
@@ -279,7 +279,7 @@ fn legend(result: &Comparison) -> String {
     } else {
         "+-: 95 % Student t interval over seeds"
     };
-    // Only what is shown is explained.
+    // The legend explains only the columns shown.
     let mut lines = vec![format!("error: relative Frobenius error, mean; {spread}")];
     lines.push("set-up: planning; run: executing; faster: exact over both; keys: share of scores".into());
     lines.push("mean_v: the mean of the visible values, which any method should beat".into());

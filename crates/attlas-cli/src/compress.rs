@@ -10,7 +10,7 @@ use attlas_lab::table::{Table, number, wrap};
 use attlas_lab::words::setting;
 use std::process::ExitCode;
 
-/// Lines of losses that are shown to people.
+/// Lines of losses shown in the text output.
 const SHOWN: usize = 12;
 
 pub(crate) fn run(args: &CompressArgs, common: &Common) -> Outcome {
@@ -134,7 +134,7 @@ fn show(r: &Record, judged: Option<&str>, common: &Common) {
     note(common, &format!("wrote {}; `attlas generate {}` {how}", r.out, r.out));
 }
 
-/// Lines about accepted and rejected changes.
+/// Describes the accepted and rejected changes.
 fn outcome(a: &Acceptance) -> String {
     let layers = a.layers();
     let kept = match &layers[..] {

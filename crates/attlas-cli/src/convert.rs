@@ -13,7 +13,7 @@ use std::process::ExitCode;
 pub(crate) fn run(args: &ConvertArgs, common: &Common) -> Outcome {
     let record = verdict::rewritten(&settings(args, common)?, common)?;
     let (judged, within) = verdict::of(&record.written, args.limit, None);
-    // What is no number is past every limit.
+    // NaN is past every limit.
     let close = args.max_kl.is_none_or(|most| record.written.kl_mean <= most);
     show(&record, &judged, args, common);
     if within && !close {
@@ -49,7 +49,7 @@ fn settings(args: &ConvertArgs, common: &Common) -> Result<Settings, Error> {
     })
 }
 
-/// The parameters of the conversion, and whether the fold is searched for.
+/// Returns the parameters of the conversion, and true if the fold is to be searched for.
 fn params(args: &ConvertArgs) -> Result<(Params, bool), Error> {
     let mut options = match args.recipe {
         RecipeName::Improved => Options::new(),

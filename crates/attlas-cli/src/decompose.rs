@@ -41,7 +41,7 @@ pub(crate) fn run(args: &DecomposeArgs, common: &Common) -> Outcome {
             }
             table.csv()
         } else {
-            // The axis is logarithmic: an error of zero stands at rounding.
+            // The axis is logarithmic: an error of zero is drawn at rounding.
             let at = |p: &attlas_num::tensor::curve::Point| (p.parameters as f64, p.rel_error.max(1e-16));
             let name = args.path.file_name().unwrap_or_default().to_string_lossy();
             let line = Line {

@@ -1,4 +1,4 @@
-//! Reading the inputs that a command names.
+//! Reading of the inputs that a command names.
 
 use crate::STOP;
 use crate::args::{Common, Inputs};
@@ -9,14 +9,14 @@ use attlas_lab::{Error, Source, Workload, extract, output, task};
 use attlas_model::recipe::Numbers;
 use std::path::Path;
 
-/// Whether numbers that are not finite are an error or left to the caller.
+/// Treatment of non-finite numbers: an error, or left to the caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Numerals {
     Finite,
     Unchecked,
 }
 
-/// An error if an output could not be written, or would replace an input; `more` is a further input.
+/// Fails if an output could not be written or would replace an input; `more` is a further input.
 pub(crate) fn check_outputs(
     outputs: &[(&str, Option<&Path>)],
     inputs: &Inputs,
@@ -37,8 +37,8 @@ pub(crate) fn check_outputs(
     output::check(&outputs, &read)
 }
 
-/// Draws or reads the inputs, or takes them from a model while it reads a text; of a model the query heads `heads`
-/// alone.
+/// Draws the inputs, reads them, or takes them from a model that reads a text; from a model only the query heads
+/// `heads`.
 pub(crate) fn load(
     inputs: &Inputs,
     heads: Option<&Numbers>,
@@ -72,7 +72,7 @@ fn read_by_model(
     let mut scored_from = None;
     if let Some(task) = inputs.task {
         let prompt = task::prompt(task, &model.tokenizer, &text, inputs.tokens, common.seed)?;
-        // The state that predicts a token stands before it.
+        // A token is predicted from the state of the token before it.
         scored_from = prompt.targets.first().map(|t| (task, t.start.saturating_sub(1)));
         text.tokens = prompt.tokens;
     }

@@ -58,7 +58,7 @@ fn run_on(crew: &dyn Crew, args: &InspectArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The figure of heads before and after sorting.
+/// Writes the figure of heads before and after sorting.
 fn reordered(args: &InspectArgs, path: &Path, workload: &Workload, common: &Common) -> Outcome {
     let found = reorder::reorder(workload, args.heads.as_ref(), args.mask.mask(), args.block, common.seed)?;
     output::write_figure(path, &reorder::svg(&found))?;

@@ -1,4 +1,4 @@
-//! Ctrl-C and the request to terminate: both end a command after the current run, with what is finished.
+//! Ctrl-C and SIGTERM: both end a command after the current run and keep the finished results.
 
 use crate::args::Common;
 use crate::team::follows;
@@ -23,7 +23,7 @@ fn interrupted() {
     }
 }
 
-/// A hang-up keeps its usual meaning, so that `nohup` keeps its own.
+/// Handles SIGINT and SIGTERM. SIGHUP keeps its usual meaning, on which `nohup` relies.
 #[cfg(unix)]
 fn arm() -> bool {
     use signal_hook::consts::{SIGINT, SIGTERM};

@@ -81,7 +81,7 @@ pub(crate) fn extract(args: &ExtractArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Names and values as two columns.
+/// Prints names and values as two columns.
 fn print_pairs(rows: &[(&'static str, String)], common: &Common) {
     let mut table = Table::new(&["<what", "<value"]);
     rows.iter().for_each(|(k, v)| table.push(vec![(*k).to_string(), v.clone()]));
@@ -144,7 +144,7 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
     };
     let key = || {
         let path = &args.model.path;
-        // What is no path is the name of a model elsewhere.
+        // If it is no path, it is the name of a model elsewhere.
         let weights = if path.exists() { sha256_of(path) } else { Ok(path.display().to_string()) };
         perplexity::key(&weights.map_err(|e| Error::reading(path, e))?, &text, &settings, common.seed)
     };
@@ -169,7 +169,7 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
     Ok(ExitCode::SUCCESS)
 }
 
-/// A flat record as two lines, names and values with all digits; texts that no other program counts on are quoted.
+/// Formats a flat record as two CSV lines: names, and values with all digits.
 fn csv(record: &impl serde::Serialize) -> Result<String, Error> {
     use serde_json::Value;
     let value = serde_json::to_value(record)
@@ -254,13 +254,13 @@ fn rows(r: &Record) -> Vec<(&'static str, String)> {
     rows
 }
 
-/// Type that products were computed in, and the matrices that were left in f32.
+/// Names the type that products were computed in, and the matrices left in f32.
 fn products(compute: Compute, in_f32: &BTreeMap<&str, usize>) -> String {
     let others: Vec<String> = in_f32.iter().map(|(format, n)| format!("{n} in {format}")).collect();
     if others.is_empty() { compute.to_string() } else { format!("{compute}; f32 of {}", others.join(", ")) }
 }
 
-/// How new tokens would be answered.
+/// Describes the attention of new tokens.
 fn new_tokens(decodes_exactly: &[usize]) -> String {
     match decodes_exactly {
         [] => "by the streams of the same attention".into(),
@@ -272,7 +272,7 @@ fn numbers(layers: &[usize]) -> Numbers {
     layers.iter().copied().collect()
 }
 
-/// The attention that ran, and whether it was exact.
+/// Names the attention that ran, and says if it was exact.
 fn attention(r: &Record) -> String {
     let mut named = format!("{} {}", r.attention, r.params).trim_end().to_string();
     if r.cache != CacheFormat::F32 {
@@ -286,7 +286,7 @@ fn attention(r: &Record) -> String {
     }
 }
 
-/// Says that `tokens` are past what a model was made for.
+/// Prints a note if `tokens` exceed the context that the model was trained for.
 fn note_past(common: &Common, tokens: usize, trained: usize) {
     if tokens > trained {
         let what =
@@ -385,7 +385,7 @@ fn read_prompt(path: &Path) -> Result<String, Error> {
     Ok(text)
 }
 
-/// A message as the model's own template lays it out.
+/// Formats a message with the model's chat template.
 fn chat_prompt(model: &Model, system: Option<&str>, user: &str) -> Result<String, Error> {
     let mut messages: Vec<Message> = system.map(|s| Message::new("system", s)).into_iter().collect();
     messages.push(Message::user(user));

@@ -1,11 +1,11 @@
-//! The command line of attlas: parses, calls the lab, prints. A library, so that the Python package has the same one.
+//! The command line of attlas: parses, calls the lab, prints. It is a library because the Python package runs it, too.
 //!
 //! Results go to standard output and everything else to standard error. Exit status 0: done, 1: over the stated
 //! budget, 2: an error, 130: interrupted, with what was finished printed.
 
 #![forbid(unsafe_code)]
 
-/// A line on standard error. `eprintln!` panics where it cannot be written, and the result would be lost with it.
+/// Prints a line on standard error. `eprintln!` would panic if the line cannot be written, and lose the result.
 macro_rules! tell {
     ($($text:tt)*) => {{
         use std::io::Write as _;
@@ -46,11 +46,10 @@ use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Counts allocated bytes where the program has it as its allocator, so that reports can say how much memory a method
-/// needs.
+/// Counts allocated bytes if the program installs it as its allocator; reports show them as the memory of a method.
 static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
-/// The words after the program's name.
+/// Arguments after the program's name.
 static ARGUMENTS: OnceLock<Vec<OsString>> = OnceLock::new();
 
 /// Set by Ctrl-C.
@@ -59,7 +58,7 @@ static STOP: AtomicBool = AtomicBool::new(false);
 /// Result of a command.
 type Outcome = Result<ExitCode, attlas_lab::Error>;
 
-/// Runs one command: the words after the program's name in, the exit status out. To be called once in a process.
+/// Runs one command from the arguments after the program's name, and returns the exit status. Call it once per process.
 pub fn run(arguments: Vec<OsString>) -> u8 {
     let code = command(ARGUMENTS.get_or_init(|| arguments));
     (0..=u8::MAX).find(|&n| ExitCode::from(n) == code).unwrap_or(2)
@@ -70,7 +69,7 @@ fn command(arguments: &[OsString]) -> ExitCode {
     let mut cli = match Cli::try_parse_from(std::iter::once(&program).chain(arguments)) {
         Ok(cli) => cli,
         Err(e) => {
-            // Help and the version are results, and go to standard output.
+            // Help and the version are results and go to standard output.
             if let Err(lost) = e.print().and_then(|()| std::io::stdout().flush()) {
                 lose(lost);
             }
@@ -120,11 +119,10 @@ fn dispatch(cli: &Cli) -> Outcome {
     }
 }
 
-/// Why a part of the result did not arrive, where one did not.
+/// First error in writing the result, if any.
 static LOST: Mutex<Option<std::io::Error>> = Mutex::new(None);
 
-/// Prints a result. A reader that has gone away, such as `head`, is no error; anything else that keeps a result from
-/// arriving is one, which [`ending`] tells.
+/// Prints a result. A closed pipe, as after `head`, is no error; [`ending`] reports any other failure.
 fn print(text: &str) {
     if team::follows() {
         return;
@@ -141,7 +139,7 @@ fn lose(error: std::io::Error) {
     }
 }
 
-/// The status to end with: that of the outcome, or an error where the result could not be printed.
+/// Returns the exit status: that of the outcome, or an error if the result could not be printed.
 fn ending(status: ExitCode) -> ExitCode {
     match &*LOST.lock().unwrap_or_else(PoisonError::into_inner) {
         None => status,
@@ -161,7 +159,7 @@ fn print_json(record: &impl serde::Serialize) {
     }
 }
 
-/// A note for people on standard error.
+/// Prints a note on standard error, unless `--quiet`.
 fn note(common: &args::Common, text: &str) {
     if !common.quiet {
         tell!("{}", printable(text));
@@ -170,10 +168,10 @@ fn note(common: &args::Common, text: &str) {
 
 const RECIPE_HELP: &str = "docs/recipe.md shows a recipe";
 
-/// Threads for each processor beyond which more only take memory and time to start.
+/// Most threads per processor; more would only cost memory and start-up time.
 const THREADS_EACH: usize = 8;
 
-/// Lowers an absurd number of threads, and says where there are more than processors. Results do not depend on it.
+/// Caps the number of threads, and prints a note if it exceeds the processors. Results do not depend on it.
 fn cap_threads(common: &mut args::Common) {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let asked = common.threads;
@@ -215,7 +213,7 @@ fn manual(args: &args::ManArgs) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// An error in words: what was probably meant instead of everything that exists, and what the system said in plain words.
+/// Describes an error: suggests the likely name instead of listing all, and puts system errors in plain words.
 fn described(error: &attlas_lab::Error) -> String {
     use attlas_lab::Error as E;
     use attlas_model::Error as M;
@@ -247,7 +245,7 @@ fn meant(error: &attlas::Error) -> String {
     }
 }
 
-/// Advice on an error of the system.
+/// Returns advice on a system error.
 fn about(kind: ErrorKind) -> &'static str {
     match kind {
         ErrorKind::NotFound => "check the path",
@@ -257,7 +255,7 @@ fn about(kind: ErrorKind) -> &'static str {
     }
 }
 
-/// Advice on an error.
+/// Returns advice on an error.
 fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static str {
     use attlas_lab::Error as E;
     use attlas_model::Error as M;
@@ -299,7 +297,7 @@ fn next_step(error: &attlas_lab::Error, command: Option<&Command>) -> &'static s
     }
 }
 
-/// Shows a method, or a layer or conversion where no method has that id.
+/// Shows a method, or a layer or conversion if no method has that id.
 fn describe(id: &str, common: &args::Common) -> Outcome {
     use attlas::registry;
     let method = registry::method(id);
@@ -330,7 +328,7 @@ fn next_step_of_library(error: &attlas::Error) -> &'static str {
     }
 }
 
-/// Columns that a line may have: as many as the terminal, or the environment, says; any number elsewhere.
+/// Returns the line width in columns, from the environment or the terminal; `None` elsewhere.
 fn width() -> Option<usize> {
     let said = std::env::var("COLUMNS").ok().and_then(|n| n.parse().ok()).filter(|n| *n > 0);
     said.or_else(|| terminal_size::terminal_size_of(std::io::stdout()).map(|(w, _)| usize::from(w.0)))

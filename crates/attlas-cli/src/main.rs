@@ -2,7 +2,7 @@
 
 #![forbid(unsafe_code)]
 
-/// Counts allocated bytes, so that reports can say how much memory a method needs.
+/// Counts allocated bytes; reports show them as the memory of a method.
 #[global_allocator]
 static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 

@@ -47,8 +47,8 @@ impl Progress {
     }
 }
 
-/// Runs a measurement with the command line's threads and seed, its progress on the terminal, until it ends or is
-/// interrupted. `before` comes before what is being done.
+/// Runs a measurement with the command line's threads and seed and shows its progress, until it ends or is interrupted.
+/// `before` prefixes each progress message.
 pub(crate) fn measured<R>(common: &Common, before: &str, work: impl FnOnce(&mut Run<'_>) -> R) -> R {
     let line = Progress::new(common);
     let mut progress =

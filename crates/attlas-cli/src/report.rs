@@ -55,19 +55,19 @@ pub(crate) fn run(args: &ReportArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// This command, and the one that made the recipe.
+/// Returns this command, and the one that made the recipe.
 fn commands(recipe: Option<&Recipe>) -> Vec<String> {
     let made = recipe.and_then(|r| r.evidence.get("command")).map(ToString::to_string);
     made.into_iter().chain([command_line()]).collect()
 }
 
-/// The words this process was started with, as a shell reads them back.
+/// Returns this process's command line, quoted for a shell.
 pub(crate) fn command_line() -> String {
     let words = crate::ARGUMENTS.get().into_iter().flatten().map(|a| quoted(&a.to_string_lossy()));
     std::iter::once("attlas".to_string()).chain(words).collect::<Vec<_>>().join(" ")
 }
 
-/// A word as a shell reads it back.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,%@+".contains(c);
     if !word.is_empty() && word.chars().all(plain) {

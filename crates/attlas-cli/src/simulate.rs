@@ -111,7 +111,7 @@ fn particles(args: &ParticlesArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A matrix from a file, or from its rows.
+/// Reads a matrix from a file, or from its rows.
 fn matrix(flag: &'static str, text: &str) -> Result<Mat<f64>, Error> {
     if text.ends_with(".npy") {
         let t = attlas_lab::decompose::read_tensor(std::path::Path::new(text), None)?;

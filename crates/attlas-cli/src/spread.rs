@@ -1,4 +1,4 @@
-//! `attlas bench` over several processes, and on a cluster that is only described.
+//! `attlas bench` over several processes, and its predictions for a described cluster.
 
 use crate::args::{BenchArgs, Common, WireName};
 use crate::{Outcome, note, print, print_json};
@@ -12,7 +12,7 @@ use attlas_mpi::cluster::{Measured, Prediction, predict as predicted};
 use attlas_mpi::{Threads, Transport, Wire};
 use std::process::ExitCode;
 
-/// Exact attention first, then what was chosen.
+/// Returns exact attention, followed by the chosen methods.
 fn subjects(selection: &[Chosen]) -> Result<Vec<Chosen>, Error> {
     let exact = baseline()?;
     let own = |c: &&Chosen| c.method.id == exact.id && c.options.is_empty();
@@ -27,7 +27,8 @@ fn problem(args: &BenchArgs, n: usize, d: usize) -> Problem {
     Problem { mask, ..Problem::new(args.heads, n, d).with_kv_heads(kv_heads) }
 }
 
-/// Operations a second of all processes together, as if each were as slow as the slowest; none where one cannot tell.
+/// Returns the operations per second of all processes together, each taken at the slowest one's rate; `None` if one
+/// cannot measure its rate.
 fn all_peaks(t: &dyn Transport, ws: &Workspace) -> Option<f64> {
     let own = Machine::fma_peak(ws).unwrap_or(0.0);
     let all = t.gather_all(&own.to_le_bytes());
@@ -35,7 +36,7 @@ fn all_peaks(t: &dyn Transport, ws: &Workspace) -> Option<f64> {
     Some(1e9 * t.size() as f64 * each.fold(f64::INFINITY, f64::min)).filter(|p| *p > 0.0)
 }
 
-/// Why a run is left out, where its counted operations take longer than allowed even at the peak.
+/// Returns the reason to leave out a run if its counted operations exceed the time limit even at peak.
 fn too_long(
     peak: Option<f64>,
     most: f64,
@@ -49,7 +50,7 @@ fn too_long(
     })
 }
 
-/// One sequence over all processes.
+/// Times one sequence over all processes.
 pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, common: &Common) -> Outcome {
     if args.peer_json.is_some() {
         return Err(Error::argument(
@@ -149,8 +150,9 @@ pub(crate) fn bench(t: &dyn Transport, selection: &[Chosen], args: &BenchArgs, c
     Ok(ExitCode::SUCCESS)
 }
 
-/// The length that is measured for a prediction, at most `shortest`: 8192, or a longer one at which the method does no
-/// more work than exact attention does there, since caches hold less of longer ones. Inputs stay below 256 MiB each.
+/// Returns the length measured for a prediction, at most `shortest`: 8192, or a longer one at which the method does no
+/// more work than exact attention does at 8192, because caches hold less of a longer input. Each input stays below 256
+/// MiB.
 fn measured_length(args: &BenchArgs, chosen: &Chosen, options: &Options, shortest: usize, d: usize) -> usize {
     const LENGTH: usize = 8192;
     const ELEMENTS: usize = 1 << 26;
@@ -167,7 +169,7 @@ fn measured_length(args: &BenchArgs, chosen: &Chosen, options: &Options, shortes
     n
 }
 
-/// Predicted times on clusters.
+/// Prints predicted times on clusters.
 pub(crate) fn predict(selection: &[Chosen], args: &BenchArgs, common: &Common) -> Outcome {
     let settings = Settings { runs: (args.runs as usize).min(5), wire: Wire::Full, seed: common.seed };
     let mut rows: Vec<Prediction> = Vec::new();

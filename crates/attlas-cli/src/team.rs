@@ -1,4 +1,4 @@
-//! One process, or one of several that `mpirun` started.
+//! Commands on one process, or on several that `mpirun` started.
 //!
 //! Process 0 prints and writes files; the others work and stay silent. An error ends all of them.
 
@@ -16,21 +16,21 @@ use std::cell::RefCell;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Whether this process is not the first of several.
+/// True if this process is not the first of several.
 static FOLLOWS: AtomicBool = AtomicBool::new(false);
 
-/// Whether another process prints and writes files.
+/// Returns true if another process prints and writes files.
 pub(crate) fn follows() -> bool {
     FOLLOWS.load(Ordering::Relaxed)
 }
 
-/// Error for several processes started with a program that cannot join them.
+/// Advice when `mpirun` started a program that was built without MPI.
 #[cfg(not(feature = "mpi"))]
 const BUILD: &str = "build it with MPI (Debian: apt-get install libopenmpi-dev openmpi-bin libclang-dev; \
                      cargo install attlas-cli --features mpi), or start it without mpirun; attlas tune also takes \
                      --shard i/n in any number of programs";
 
-/// Commands that run over several processes.
+/// Returns true for commands that run over several processes.
 #[cfg(feature = "mpi")]
 fn runs_spread(command: Option<&Command>) -> bool {
     matches!(
@@ -106,7 +106,7 @@ pub(crate) fn crewed<R>(work: impl FnOnce(&dyn Crew) -> R) -> R {
     }
 }
 
-/// The finished units of a command, where they are kept: process 0 has them.
+/// Opens the ledger of a command's finished units, if one is kept; only process 0 has it.
 pub(crate) fn ledger(
     path: Option<&Path>,
     command: &str,
@@ -121,7 +121,7 @@ pub(crate) fn ledger(
     Ok(ledger)
 }
 
-/// Before an error is told: the first process tells it, and the others only where it has nothing to say.
+/// Lets the first process report its error first; if the processes have not joined, only the first one reports.
 pub(crate) fn before_error() {
     if follows() {
         let joined = with(|t| {
@@ -130,13 +130,13 @@ pub(crate) fn before_error() {
             let _ = write!(std::io::stderr(), "process {} on {}: ", t.rank(), t.node());
         });
         if joined.is_none() {
-            // All processes were refused alike, and the first one says so.
+            // All processes failed alike, and the first one reports it.
             std::process::exit(2);
         }
     }
 }
 
-/// After an error was told: ends all processes with this status.
+/// Ends all processes with this status, after the error was reported.
 pub(crate) fn after_error(status: u8) {
     #[cfg(feature = "mpi")]
     WORLD.with(|cell| {
@@ -148,19 +148,19 @@ pub(crate) fn after_error(status: u8) {
     let _ = status;
 }
 
-/// The end of a command that went well on this process.
+/// Leaves the other processes after a command has succeeded on this one.
 pub(crate) fn leave() {
     with(|t| t.barrier());
     #[cfg(feature = "mpi")]
     WORLD.with(|cell| drop(cell.take()));
 }
 
-/// Flags whose value is a file that is written, or read by the first process alone.
+/// Flags whose value is a file that is written, or that only the first process reads.
 #[cfg(feature = "mpi")]
 const OUTPUTS: [&str; 8] =
     ["--out", "-o", "--state", "--html", "--svg", "--curve", "--save-calibration", "--merge"];
 
-/// Words that may name an input: those behind `=` as well, and none that an output flag stands before.
+/// Returns the arguments that may name an input: also those behind `=`, but none that follow an output flag.
 #[cfg(feature = "mpi")]
 fn inputs(arguments: &[String]) -> Vec<&str> {
     let mut found = Vec::new();
@@ -171,14 +171,14 @@ fn inputs(arguments: &[String]) -> Vec<&str> {
         };
         if flag.is_none_or(|flag| !OUTPUTS.contains(&flag)) {
             found.push(value);
-            // Files of one source stand between commas.
+            // Commas separate the files of one source.
             found.extend(value.split(',').filter(|part| *part != value));
         }
     }
     found
 }
 
-/// Refuses processes with other programs, arguments or input files than the first.
+/// Fails if a process has another program, other arguments or other input files than the first.
 #[cfg(feature = "mpi")]
 fn agree(world: &attlas_mpi::World) -> Result<(), Error> {
     let program = std::env::current_exe().and_then(|path| sha256_of(&path)).unwrap_or_default();

@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 /// Tokens to tune on by default.
 const TOKENS: usize = 2048;
-/// Fewest tokens that a check is made on.
+/// Fewest tokens of a check.
 const FEWEST: usize = 16;
 
 pub(crate) fn run(args: &TuneArgs, common: &Common) -> Outcome {
@@ -97,7 +97,7 @@ fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
     };
     if let Some(recipe) = &tuned.recipe {
         let mut recipe = recipe.clone();
-        // A recipe finds what its methods learnt by its full path, wherever it is run from.
+        // The full path lets the recipe find its calibrations from any working directory.
         recipe.calibration = match &args.calibration {
             Some(path) if uses_calibration(&recipe) => {
                 Some(path.canonicalize().map_err(|e| Error::reading(path, e))?)
@@ -118,22 +118,22 @@ fn run_on(crew: &dyn Crew, args: &TuneArgs, common: &Common) -> Outcome {
     Ok(ExitCode::SUCCESS)
 }
 
-/// `recipe.toml` keeps its measurements in `recipe.toml.jsonl`.
+/// Returns the file of measurements beside a recipe: `recipe.toml.jsonl` for `recipe.toml`.
 fn beside(out: &std::path::Path) -> PathBuf {
     let mut name = out.file_name().unwrap_or_default().to_os_string();
     name.push(".jsonl");
     out.with_file_name(name)
 }
 
-/// Whether a method of the recipe learnt something.
+/// Returns true if a method of the recipe has a calibration.
 fn uses_calibration(recipe: &attlas_model::Recipe) -> bool {
     let decodes = recipe.rules.iter().filter_map(|r| r.decode.as_ref()).map(|d| &d.method);
     let mut ids = recipe.rules.iter().map(|r| &r.method).chain(decodes);
     ids.any(|id| recipe.calibrations.has(id))
 }
 
-/// The text to tune on, the one to check on, which is another or what follows, and what follows that, where there is
-/// enough of it.
+/// Returns the text to tune on; the one to check on, which is another text or the following tokens; and the one for the
+/// reported result, if enough tokens follow.
 fn texts(args: &TuneArgs, model: &Model, seed: u64) -> Result<(Text, Text, Option<Text>), Error> {
     let mut text = Text::read(&args.text, model, None)?;
     let all = text.tokens.len();
@@ -175,7 +175,7 @@ fn texts(args: &TuneArgs, model: &Model, seed: u64) -> Result<(Text, Text, Optio
         return Err(Error::argument("--text", expected, check.tokens.len()));
     }
     if let Some(task) = args.task {
-        // Read as the prompts of the check are.
+        // Built like the prompts of the check.
         text.tokens = task::prompt(task, &model.tokenizer, &text, n, seed)?.tokens;
     }
     Ok((text, check, answer))

@@ -1,4 +1,4 @@
-//! A model is rewritten, and judged by the limit on its loss.
+//! Rewriting of a model, and the verdict on its loss against the limit.
 
 use crate::args::{Common, Limit};
 use crate::progress::Progress;
@@ -18,10 +18,11 @@ pub(crate) fn rewritten<R: Rewrite>(rewrite: &R, common: &Common) -> Result<R::R
     record
 }
 
-/// Result of a change in a sentence, and whether it is within the limit. `sizes` are bytes before and after.
+/// Describes a change in a sentence, and returns true if its loss is within the limit. `sizes` are bytes before and
+/// after.
 pub(crate) fn of(q: &Quality, limit: Limit, sizes: Option<(usize, usize)>) -> (String, bool) {
     let rise = q.ppl_after / q.ppl_before - 1.0;
-    // What is no number is past every limit.
+    // NaN is past every limit.
     let within = rise <= limit.max_ppl_increase;
     let mut said = format!("perplexity {:.2} -> {:.2} ({:+.1} %)", q.ppl_before, q.ppl_after, 100.0 * rise);
     if let Some((before, after)) = sizes {
@@ -43,7 +44,7 @@ pub(crate) fn of(q: &Quality, limit: Limit, sizes: Option<(usize, usize)>) -> (S
     (format!("{judged}: {said}."), within)
 }
 
-/// The status to end with.
+/// Returns the exit status.
 pub(crate) fn status(within: bool, common: &Common) -> ExitCode {
     if within {
         return ExitCode::SUCCESS;

@@ -1,5 +1,5 @@
-//! The report in a real browser: no message on the console, filters and keys do what they say, nothing is wider than
-//! a phone. Needs `chromium` on the path and passes with a note where it is not installed.
+//! The report in a real browser: the console stays empty, filters and keys work, nothing is wider than a phone. Needs
+//! `chromium` on the path and passes with a note where it is not installed.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,14 +11,14 @@ fn chromium() -> Option<PathBuf> {
     names.iter().flat_map(|n| folders.iter().map(move |f| f.join(n))).find(|p| p.is_file())
 }
 
-/// Put first into the page: everything that goes wrong is kept.
+/// Script inserted at the start of the page: records every error.
 const WATCH: &str = "<script>window.wrong = [];
 addEventListener('error', (e) => wrong.push(String(e.message)));
 addEventListener('unhandledrejection', (e) => wrong.push(String(e.reason)));
 for (const kind of ['error', 'warn']) console[kind] = (...words) => wrong.push(words.join(' '));
 </script>";
 
-/// Put last into the page: uses it as a reader would and writes what came of it into an element.
+/// Script appended to the page: uses it as a reader would and writes the results into an element.
 const USE: &str = r#"<script>
 const count = (selector) => document.querySelectorAll(selector).length;
 const dots = () => count('#pareto g[aria-label="dot"] circle');
@@ -66,7 +66,7 @@ verdict.textContent = JSON.stringify(found);
 document.body.append(verdict);
 </script>"#;
 
-/// Opens a page and gives back its document after all scripts, and what the browser said.
+/// Opens a page and returns its document after all scripts have run, and the browser's messages.
 fn open(browser: &Path, page: &Path, profile: &Path) -> (String, String) {
     let output = Command::new(browser)
         .args([

@@ -1,13 +1,13 @@
 //! The built binary in a scratch folder: outputs, errors and exit statuses.
 //!
-//! Output that depends on the registry is compared with the registry, so that a new method needs no edit here.
+//! Output that depends on the registry is compared with the registry: a new method needs no edit here.
 
 use attlas::registry;
 use serde_json::Value;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// A folder of its own for each test, removed at the end.
+/// Separate folder for each test, removed at the end.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -54,7 +54,7 @@ const SMALL: &str = "synthetic:clustered,n=96,d=8,heads=2,kv_heads=1";
 fn methods_lists_the_whole_registry() {
     let text = attlas(&["methods"]);
     assert_eq!(text.status, 0);
-    // Whole in a pipe, fit for a terminal that says how wide it is.
+    // Complete in a pipe, cut to the width of a terminal.
     assert!(!text.out.contains('…') && registry::METHODS.iter().all(|m| text.out.contains(m.title)));
     let narrow =
         Command::new(env!("CARGO_BIN_EXE_attlas")).arg("methods").env("COLUMNS", "80").output().unwrap();
@@ -202,7 +202,7 @@ fn compare_measures_and_keeps_its_shape() {
     assert_eq!(rows[2]["status"], "exact");
     assert_eq!(rows[2]["rel_fro"]["mean"], 0.0);
     assert!(json["exact"]["run_seconds"].as_f64().unwrap() > 0.0);
-    // Everything but times and memory is the same again, on another number of threads.
+    // Another number of threads changes nothing but times and memory.
     let again = attlas(&[&args[..], &["--threads", "2"]].concat()).json();
     for (a, b) in rows.iter().zip(again["rows"].as_array().unwrap()) {
         for field in ["rel_fro", "errors", "keys_visited", "status", "params"] {
@@ -263,7 +263,7 @@ fn bench_prints_the_machine_first_and_every_share() {
     assert!(lines.iter().skip(1).all(|l| l.chars().count() <= 80), "{}", ran.out);
     assert_eq!(lines.iter().filter(|l| l.starts_with("sink_window ")).count(), 4 + 2);
     let json = attlas(&[&args[..], &["--json"]].concat()).json();
-    // A peak that was measured gives shares; one that could not be is said to be missing, never made up.
+    // A measured peak gives shares; without one a note says that it is missing.
     let peak = json["machine"]["fma_gflops"].as_f64();
     let missing = json["notes"]
         .as_array()
@@ -321,7 +321,7 @@ fn examples_can_be_pasted_from_80_columns_and_global_flags_stand_together() {
         let mut open = false;
         for line in examples.lines() {
             assert!(line.chars().count() <= 80, "{line}");
-            // Every line begins a command or goes on with one.
+            // Every line begins or continues a command.
             assert!(open || line.starts_with("  attlas"), "{line}");
             open = line.ends_with('\\');
         }
@@ -371,7 +371,7 @@ fn what_could_drive_a_terminal_is_shown_as_a_code() {
 
 #[test]
 fn methods_are_compared_on_the_same_heads_and_what_was_left_is_named_once() {
-    // Far too little for all heads of all methods.
+    // Far too little time for all heads of all methods.
     let source = "synthetic:gaussian,n=512,d=64,heads=64";
     let ran = attlas(&["compare", source, "--time-limit", "1.5", "--json"]);
     let json = ran.json();
@@ -651,7 +651,7 @@ fn a_layer_takes_its_weights_from_a_file() {
     let folder = Folder::new("layer-weights");
     let x: Vec<f32> = (0..5 * 4).map(|i| (i as f32 * 0.7).sin()).collect();
     std::fs::write(folder.0.join("x.npy"), npy("(5, 4)", x.iter().copied())).unwrap();
-    // Queries and keys of zero weigh all tokens alike; values and outputs are the hidden states, shifted by a bias.
+    // Zero queries and keys weigh all tokens equally; values and outputs are the hidden states, shifted by a bias.
     let weights = |maps: &[(&str, f32)], wide: usize| {
         let (mut header, mut data) = (serde_json::Map::new(), Vec::<u8>::new());
         let mut put = |name: &str, shape: &[usize], values: Vec<f32>| {

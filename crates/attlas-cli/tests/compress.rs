@@ -1,4 +1,4 @@
-//! `compress` on real models: what is printed, what is written, what is refused.
+//! `compress` on real models: output, written files, errors.
 
 mod support;
 
@@ -30,7 +30,7 @@ fn a_model_is_written_measured_and_runs_from_what_was_written() {
     let after = quality["ppl_after"].as_f64().unwrap();
     assert!(record["after"]["prefill_seconds"].is_null());
 
-    // The written folder gives the same figure by itself, and continues texts.
+    // The written folder alone gives the same figure and continues texts.
     let again = json(&[
         "perplexity",
         &out,
@@ -127,7 +127,7 @@ fn people_get_tables_and_a_word_about_speed() {
     ] {
         assert!(shown.contains(words), "{words} in {shown}");
     }
-    // The heading names files, however long their paths are.
+    // The heading may be longer: it names files with their paths.
     assert!(shown.lines().skip(1).all(|l| l.chars().count() <= 100), "{shown}");
     assert!(err.contains("wrote"), "{err}");
 }
@@ -208,7 +208,7 @@ fn changes_that_cost_something_on_text_set_aside_are_not_kept() {
     assert_eq!(record["losses"].as_array().unwrap().len(), kept);
     assert!(record["params"]["rank"].is_null(), "two were tried");
 
-    // The text set aside through the written folder.
+    // The written folder reads the held-out text.
     let rest = folder.file("rest.txt");
     std::fs::write(&rest, &std::fs::read_to_string(&text).unwrap()[100..300]).unwrap();
     let again =

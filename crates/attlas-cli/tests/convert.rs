@@ -1,4 +1,4 @@
-//! `convert`: what is written, what is printed, and everything that is refused before anything is written.
+//! `convert`: written files, output, and every error that is found before anything is written.
 
 mod support;
 
@@ -37,21 +37,21 @@ fn a_small_model_is_converted_stage_by_stage() {
     assert!(diff(2) > 1e-3 && (diff(3) - diff(2)).abs() < 1e-3, "balancing costs nothing");
     assert!(stages.iter().all(|s| s["ppl_after"].as_f64().unwrap().is_finite()));
     assert_eq!(stages[4]["cache_numbers"], json!(14));
-    // Norms that do nothing: what is written gives the logits of the model in memory.
+    // The norms are identities: the written model gives the logits of the model in memory.
     assert!(record["written_diff"].as_f64().unwrap() < 1e-4);
     let proof: Value =
         serde_json::from_slice(&std::fs::read(folder.0.join("out/check.json")).unwrap()).unwrap();
     assert_eq!(proof["logits"][0].as_str().map(str::len), Some(26 * 8));
 
     assert!(!table.contains("nothing is saved"), "{table}");
-    // The default leaves three quarters of the cache, and the whole rank nothing.
+    // By default three quarters of the cache remain; the full rank saves nothing.
     let (status, table, err) = convert(&[&model, "--text", &text, "--out", &folder.file("default")]);
     assert!(status <= 1 && table.contains("cache 128B -> 96B a token (75.0 %)"), "{table}{err}");
     let all = ["--keep", "100%", "--out", &folder.file("whole")];
     let (status, table, err) = convert(&[&[&model[..], "--text", &text], &all[..]].concat());
     assert!(status <= 1 && table.contains("nothing is saved"), "{table}{err}");
 
-    // In half the bytes, and as the rounded model predicts.
+    // Half the bytes, and the predictions of the rounded model.
     let narrow = ["--rank", "10", "--dtype", "bf16", "--json", "--out", &folder.file("narrow")];
     let (status, json_text, err) = convert(&[&[&model[..], "--text", &text], &narrow[..]].concat());
     assert!(status <= 1, "{err}");
@@ -64,7 +64,7 @@ fn a_small_model_is_converted_stage_by_stage() {
     assert!(number(&narrow, "written_bytes") < 0.6 * number(&record, "written_bytes"));
     assert_eq!(number(&narrow, "model_bytes"), number(&record, "model_bytes"));
 
-    // What was written runs, and is not converted twice.
+    // The written model runs; converting it again is refused.
     let (status, _, err) = convert(&[&out, "--text", &text, "--out", &folder.file("twice")]);
     assert_eq!(status, 2);
     assert!(err.contains("latent attention already"), "{err}");
@@ -118,7 +118,7 @@ fn the_smallest_rank_within_a_divergence_is_chosen() {
         let tried = record["rank_search"].as_array().unwrap();
         let within = tried.iter().filter(|t| t[1].as_f64().unwrap() <= most).map(|t| t[0].as_u64().unwrap());
         assert_eq!(record["params"]["rank"].as_u64(), within.min(), "{tried:?}");
-        // 300 tokens, of which a quarter chooses.
+        // A quarter of the 300 tokens chooses the rank.
         assert_eq!(record["calibration_tokens"], json!(225));
     }
     assert_eq!(loose["params"]["rank"], json!(1));
@@ -174,7 +174,7 @@ fn what_cannot_be_done_is_said_and_nothing_is_written() {
     refused(&[&qwen3, "--text", &text, "--out", &out], "norms of query and key heads");
     refused(&[&minilm().display().to_string(), "--text", &text, "--out", &out], "an encoder");
     refused(&[&model, "--text", &text, "--out", &folder.file("no/such/place")], "no/such");
-    // What is there stays there.
+    // Existing files stay.
     std::fs::create_dir(folder.0.join("taken")).unwrap();
     std::fs::write(folder.0.join("taken/mine"), "1").unwrap();
     refused(&[&model, "--text", &text, "--out", &folder.file("taken")], "exists already");
@@ -209,13 +209,13 @@ fn smollm2_becomes_a_folder_that_predicts_as_its_record_says() {
     assert_eq!(status, 0, "{err}");
     let record: Value = serde_json::from_str(&json_text).unwrap();
     let number = |path: &str| record.pointer(path).and_then(Value::as_f64).unwrap();
-    // 30 layers of 2 · 3 · 64 numbers, and of a latent of 192, its constant and 64 rotated ones.
+    // 30 layers: 2 · 3 · 64 numbers each before; a latent of 192, its constant and 64 rotated numbers after.
     assert_eq!((number("/cache_bytes_before"), number("/cache_bytes_after")), (46_080.0, 30_840.0));
     assert!(number("/stages/0/max_logit_diff") < 2e-2, "merged: {}", number("/stages/0/max_logit_diff"));
     assert!(number("/stages/0/kl_mean") < 1e-5);
     let (before, after) = (number("/written/ppl_before"), number("/written/ppl_after"));
     assert!(after > before && after < 4.0 * before, "{before} {after}");
-    // The source has blocks, for which a folder has no place.
+    // The source has quantised blocks, which a folder cannot store.
     assert_eq!(record["dtype"], json!("f16"));
     assert!(number("/written_diff") < 1e-2 && number("/rounding_diff") > number("/written_diff"));
     // The same text through `perplexity`.
@@ -261,7 +261,7 @@ fn one_pipeline_runs_every_conversion_of_the_registry() {
         let named = format!("attlas {} {} {id}", own[0], own[own.len() - 1]);
         assert!(status == 2 && err.contains(&named), "{err}");
         let mut done = run(own, &llama, &letters);
-        // What takes no rotated heads is for encoders.
+        // Conversions that refuse rotated heads run on the encoder.
         if done.2.contains("rotary positions") {
             done = run(own, &minilm, &alice);
         }
@@ -271,7 +271,7 @@ fn one_pipeline_runs_every_conversion_of_the_registry() {
     }
 }
 
-/// Whether a folder that was begun is still there.
+/// Returns true if an unfinished folder is left.
 fn left(folder: &Folder) -> bool {
     let names = std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
     names.into_iter().any(|n| n.contains(".part"))

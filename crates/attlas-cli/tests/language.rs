@@ -236,10 +236,10 @@ fn tuning_writes_a_recipe_within_its_budget_and_goes_on_where_it_was() {
     let x: Value = serde_json::from_str(&json_text).unwrap();
     let picks = x["picks"].as_array().unwrap();
     assert_eq!(picks.len(), 2 * 3);
-    // New tokens have choices of their own here, all with streams.
+    // New tokens have separate choices here, all with streams.
     assert_eq!(x["decodes_exactly"], serde_json::json!([]));
     assert!(picks.iter().all(|p| p["error"].as_f64().unwrap() <= 0.5 && p["cost"].as_f64().unwrap() <= 1.0));
-    // Which method is faster is for the machine to say; what is written runs, and no other layer is changed.
+    // The faster method depends on the machine; the written recipe runs and changes no other layer.
     let run = json(&["perplexity", &model, "--text", &text, "--tokens", "64", "--recipe", &out, "--json"]);
     assert!(run["ppl"].as_f64().unwrap() > 1.0);
     let recipe = std::fs::read_to_string(&out).unwrap();
@@ -255,7 +255,7 @@ fn tuning_writes_a_recipe_within_its_budget_and_goes_on_where_it_was() {
     let (status, _, err) = tune(&["--max-error", "0.5", "--seed", "9"]);
     assert!(status == 2 && err.contains("found") && err.contains("seed 0"), "{err}");
 
-    // A budget that nothing but exact attention keeps is kept.
+    // A budget that only exact attention can meet is met.
     let (status, tight, err) = tune(&["--max-kl", "1e-12"]);
     assert_eq!(status, 0, "{err}");
     let tight: Value = serde_json::from_str(&tight).unwrap();
@@ -409,7 +409,7 @@ fn an_interrupted_search_keeps_what_is_measured_and_goes_on() {
         .stdout(std::process::Stdio::null())
         .spawn()
         .unwrap();
-    // Once the first layer is being measured, as the progress says.
+    // Waits for the progress line of the first layer.
     let mut lines = std::io::BufReader::new(child.stderr.take().unwrap()).lines();
     assert!(lines.by_ref().any(|l| l.unwrap().contains("layer 0, key head")));
     let stopped =
@@ -420,7 +420,7 @@ fn an_interrupted_search_keeps_what_is_measured_and_goes_on() {
     let state = folder.file("recipe.toml.jsonl");
     let kept = std::fs::read_to_string(&state).unwrap();
     if status == Some(0) {
-        // It was done before the signal came.
+        // The command finished before the signal arrived.
         return;
     }
     assert_eq!(status, Some(130), "{rest:?}");

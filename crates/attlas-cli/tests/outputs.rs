@@ -61,7 +61,7 @@ fn outputs_are_checked_before_the_work() {
             assert_eq!((status, out.as_str()), (2, ""), "{args:?}: {err}");
         }
     }
-    // A model that is not there is found out later than an output that cannot be.
+    // An impossible output is reported before a missing model.
     let trace = folder.file("none/t.safetensors");
     let (status, _, err) = attlas(&["extract", "no.gguf", "--text", "no.txt", "--out", &trace]);
     assert!(status == 2 && err.contains("none/t.safetensors"), "{err}");

@@ -1,4 +1,5 @@
-//! Searches whose units several processes share: what one process gives, and what is left when one of them dies.
+//! Searches whose units several processes share: the result equals that of one process, and finished units survive when
+//! a process dies.
 #![cfg(feature = "mpi")]
 
 #[path = "../../attlas-mpi/tests/common/mod.rs"]
@@ -24,7 +25,7 @@ fn spread(processes: usize, args: &[&str]) -> Value {
         .unwrap_or_else(|e| panic!("{e}: {}", String::from_utf8_lossy(&done.stdout)))
 }
 
-/// A record without what the clock says, and who did it.
+/// Removes times and the names of machines from a record.
 fn timeless(mut x: Value) -> Value {
     const OF_THE_CLOCK: [&str; 15] = [
         "seconds",
@@ -186,11 +187,11 @@ fn a_search_over_processes_finds_what_one_finds_with_its_measurements() {
             "{lines}"
         );
         let here = measured(&state);
-        // Which candidates are slow is for the clock to say; errors are not.
+        // The slow candidates depend on the clock; errors do not.
         let both: Vec<&String> = here.keys().filter(|k| alone.contains_key(*k)).collect();
         assert!(both.len() > 10, "{both:?}");
         both.iter().for_each(|k| assert_eq!(here[*k], alone[*k], "{k}"));
-        // One process with the same measurements makes no more of them and chooses the same.
+        // One process with the same measurements adds none and chooses the same.
         let again = json(&args);
         assert_eq!(again["measurements"], found["measurements"]);
         assert_eq!(again["picks"], found["picks"]);
@@ -198,7 +199,7 @@ fn a_search_over_processes_finds_what_one_finds_with_its_measurements() {
     }
 }
 
-/// Waits until a file has that many lines.
+/// Waits until a file has at least `lines` lines.
 fn wait_for(path: &str, lines: usize, run: &mut Child) {
     let begun = Instant::now();
     loop {
@@ -212,7 +213,7 @@ fn wait_for(path: &str, lines: usize, run: &mut Child) {
     }
 }
 
-/// The processes of a launcher: their ids by rank.
+/// Returns the ids of a launcher's processes by rank.
 fn ranks(launcher: u32) -> BTreeMap<usize, u32> {
     let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children")).unwrap();
     let rank = |id: u32| -> Option<usize> {
@@ -227,7 +228,7 @@ fn ranks(launcher: u32) -> BTreeMap<usize, u32> {
         .collect()
 }
 
-/// Kills the process of a rank once the file has that many lines; everything must end.
+/// Kills the process of a rank once the file has `lines` lines; all processes must then end.
 fn killed(processes: usize, rank: usize, args: &[&str], state: &str, lines: usize) -> String {
     let mut run = launch(processes, args)
         .stdout(Stdio::piped())
@@ -243,7 +244,7 @@ fn killed(processes: usize, rank: usize, args: &[&str], state: &str, lines: usiz
     assert!(!done.status.success() && done.stdout.is_empty());
     assert!(begun.elapsed() < Duration::from_secs(60), "the others went on");
     assert!(stderr(&done).contains(&format!("rank {rank}")), "{}", stderr(&done));
-    // The launcher does not wait for the others to be gone.
+    // The launcher does not wait until the others have ended.
     for id in ids.values() {
         let alive = || {
             let status = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
@@ -278,7 +279,7 @@ fn a_killed_process_ends_the_windows_and_any_number_goes_on() {
     assert_eq!(timeless(found), timeless(json(&base)));
     let names: Vec<_> = std::fs::read_dir(&folder.0).unwrap().map(|e| e.unwrap().file_name()).collect();
     assert!(names.iter().all(|n| !n.to_string_lossy().ends_with(".tmp")), "{names:?}");
-    // Another window is another run.
+    // Another window makes another run.
     let other = [&args[..], &["--bos"]].concat();
     let refused = Command::new(env!("CARGO_BIN_EXE_attlas")).args(other).output().unwrap();
     assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
@@ -290,7 +291,8 @@ fn a_killed_process_ends_the_search_and_any_number_goes_on() {
     let (model, text, out) = (folder.model("qwen3", 80), folder.text(400), folder.file("r.toml"));
     let state = folder.file("r.toml.jsonl");
     let args = tune_args(&model, &text, &out, "thorough");
-    // The first process, too: it has the file. The launcher takes a second to end the others, which go on meanwhile.
+    // The first process is killed, too: it has the file. The launcher takes a second to end the others, which continue
+    // meanwhile.
     let mut before = 0;
     for (processes, rank) in [(2, 1), (3, 0)] {
         before = killed(processes, rank, &args, &state, before + 8).lines().count();

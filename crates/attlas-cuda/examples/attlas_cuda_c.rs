@@ -1,6 +1,6 @@
-//! A C interface for scripts that measure: plans over raw device pointers on a stream of the caller.
+//! A C interface for measuring scripts: plans over raw device pointers on a stream of the caller.
 //!
-//! Every function returns null or a negative number on failure; `attlas_error` says why.
+//! Every function returns null or a negative number on failure; `attlas_error` returns the reason.
 
 #![allow(unsafe_code, clippy::missing_safety_doc)]
 
@@ -45,7 +45,7 @@ pub unsafe extern "C" fn attlas_open(cache: *const c_char, nvrtc: *const c_char,
     device.map_or(std::ptr::null_mut(), |d| Box::into_raw(Box::new(d)))
 }
 
-/// A plan with its workspace, and a stream of tokens where one was started.
+/// A plan with its workspace, and a stream of tokens if one was started.
 #[derive(Debug)]
 pub struct Planned {
     device: Device,
@@ -70,8 +70,8 @@ impl Planned {
     }
 }
 
-/// Plans a method. `sizes`: batch, heads, key heads, n_q, n_k, d, d_v, causal; `element`: 0 bf16, 1 f16, 2 f32, 3 f64. A method
-/// that learns from data does so from `tokens` queries and keys on the host, contiguous in single precision.
+/// Plans a method. `sizes`: batch, heads, key heads, n_q, n_k, d, d_v, causal; `element`: 0 bf16, 1 f16, 2 f32, 3 f64.
+/// A method that needs calibration learns from `tokens` queries and keys on the host, contiguous in single precision.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attlas_plan(
     device: *const Device,
@@ -106,7 +106,7 @@ pub unsafe extern "C" fn attlas_plan(
         };
         let (q, k) = (rows(queries, p.n_heads)?, rows(keys, p.n_kv_heads)?);
         let method = attlas::registry::method(id)?;
-        // Values teach nothing.
+        // Calibration does not use values.
         let x = attlas::Qkv::new(q, k, k);
         let p = Problem { d_v: p.d, ..p.with_lens(tokens, tokens) };
         method.calibrate.map(|learn| learn(&p, &options, &[x.into()])).transpose()
@@ -118,7 +118,7 @@ pub unsafe extern "C" fn attlas_plan(
     })
 }
 
-/// Runs a plan on contiguous tensors; `lse` may be null. The first run on a stream makes room for its scratch memory.
+/// Runs a plan on contiguous tensors; `lse` may be null. The first run on a stream reserves its scratch memory.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attlas_run(
     planned: *mut Planned,
@@ -189,7 +189,7 @@ pub unsafe extern "C" fn attlas_push(
     fail(work()).map_or(-1, |()| 0)
 }
 
-/// Attends with one query a head.
+/// Attends with one query per head.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn attlas_attend(planned: *mut Planned, stream: *mut c_void, q: u64, o: u64) -> i32 {
     // SAFETY: of the caller.

@@ -1,5 +1,5 @@
-// The plain form of attention: one warp a row, 32 keys at a time, any width, any element. The definition that the
-// fast kernels are tested against, and the form that runs where no fast one exists.
+// The portable form of attention: one warp per row, 32 keys at a time, any width, any element. The fast kernels are
+// tested against it, and it runs if no fast one exists.
 
 // Adds the keys [from, to).
 DEV void add_range(Running& s, const acc* q, const View& k, const View& v, int b, int hk, int from, int to, acc scale, int d, int dv, int c0, int lane) {
@@ -14,8 +14,8 @@ DEV void add_range(Running& s, const acc* q, const View& k, const View& v, int b
   }
 }
 
-// Row i stands at key p = i + nk − nq. It sees the first `sinks` keys and those from p − window + 1 on, up to p with a
-// causal mask, up to p + window − 1 without. With a table, tiles say which rows see which keys.
+// Row i is aligned to key p = i + nk − nq. Its keys are the first `sinks` and those from p − window + 1 on, up to p
+// with a causal mask, up to p + window − 1 without. With a table, tiles define the keys of rows.
 template <int HOW> DEV void attend_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const Tile* tiles, const Sizes& n, int causal, int window, int sinks, acc scale) {
   extern __shared__ __align__(16) unsigned char raw[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, rows = blockDim.x >> 5;
@@ -48,7 +48,7 @@ extern "C" __global__ void any_attend_first(View q, View k, View v, View out, ac
   attend_rows<FIRST>(q, k, v, out, lse, tiles, n, causal, window, sinks, scale);
 }
 
-// Rows by blocks: see lists.cu for the meaning of the arguments. One warp a row of the sorted order.
+// Rows by blocks: see lists.cu for the meaning of the arguments. One warp per row of the sorted order.
 template <int HOW> DEV void list_rows(const View& q, const View& k, const View& v, const View& out, acc* lse, const u32* qidx, const u32* qstart, const u32* kidx, const Block* blocks, const u32* samples, const Sizes& n, int rows, int keys, int count, int m, int replaced, acc scale) {
   extern __shared__ __align__(16) unsigned char raw[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, kv = n.heads / n.group;
@@ -91,12 +91,12 @@ extern "C" __global__ void any_lists_join(View q, View k, View v, View out, acc*
   list_rows<JOINED>(q, k, v, out, lse, qidx, qstart, kidx, blocks, samples, n, rows, keys, count, m, replaced, scale);
 }
 
-// Rows in the type of sums become elements, four at a time where their number allows it.
+// Converts rows in the type of sums to elements, four at a time if their number allows it.
 extern "C" __global__ void finish_rows(const acc* from, View out, Sizes n) {
   const int h = blockIdx.y, b = blockIdx.z, each = n.dv % 4 == 0 ? 4 : 1;
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x, pieces = n.dv / each;
   if (i >= n.nq * pieces) return;
-  // A division of 32 bits where it suffices: one of 64 takes as long as the rest.
+  // A 32-bit division if it suffices: a 64-bit one takes as long as the rest.
   const i64 row = i < 0x7fffffff ? (i64)((u32)i / (u32)pieces) : i / pieces;
   const int c = (int)(i - row * pieces) * each;
   const acc* x = from + (((i64)b * n.heads + h) * n.nq + row) * n.dv + c;
@@ -116,8 +116,8 @@ extern "C" __global__ void clear_rows(acc* o, acc* lse, i64 rows, int dv) {
   if (i < rows * dv) o[i] = 0;
   if (i < rows) lse[i] = NEG_INF;
 }
-// Copies rows; `order` names the source row of each, where given; rows go to places from `at` on, modulo `ring` behind
-// the first `fixed` places where `ring` is positive.
+// Copies rows; `order`, if given, has the source row of each. Rows go to places from `at` on; if `ring` is positive,
+// modulo `ring` after the first `fixed` places.
 extern "C" __global__ void copy_rows(View from, View to, const u32* order, int rows, int columns, int at, int fixed, int ring) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (i64)rows * columns) return;
@@ -129,7 +129,7 @@ extern "C" __global__ void copy_rows(View from, View to, const u32* order, int r
   }
   row_of<elem>(to, b, h, place)[i % columns] = row_of<elem>(from, b, h, order ? order[r] : r)[i % columns];
 }
-// Rows with the sign of every element changed, NaN and infinity included.
+// Negates every element of rows, including NaN and infinity.
 extern "C" __global__ void negate_rows(View from, View to, int rows, int columns) {
   const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (i64)rows * columns) return;

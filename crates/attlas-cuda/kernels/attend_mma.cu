@@ -1,5 +1,5 @@
-// Exact attention with mma.sync, for sm_80 and later: 128 rows a block, a warp for 16 of them, tiles of 64 keys that
-// asynchronous copies bring in turn. D: 64 or 128. CAUSAL: row i sees keys up to i + nk − nq.
+// Exact attention with mma.sync, for sm_80 and later: 128 rows per block, 16 per warp, tiles of 64 keys loaded in turn
+// by asynchronous copies. D: 64 or 128. CAUSAL: row i sees keys up to i + nk − nq.
 #define ROWS 128
 #define KEYS 64
 #define THREADS 256
@@ -99,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, D == 64 ? 2 : 1) attend(Vi
     if (it + 1 < tiles) load(sv + (st ^ 1) * TILE_BYTES, v, hk, first - KEYS, Count<KEYS>(), n.nk);
     copy_commit();
 #if CAUSAL
-    // A masked weight is 0, but 0 · NaN is NaN: values that are not finite become 0 in tiles that a row of the block does
-    // not see whole, and rows that see such a key are NaN in the end.
+    // A masked weight is 0, but 0 · NaN is NaN: in partially masked tiles non-finite values become 0, and rows that
+    // attend to such a key are set to NaN at the end.
     if (first + KEYS - 1 > row + offset) {
       for (int i = tid; i < KEYS * PIECES; i += THREADS) {
         const int r = i / PIECES;

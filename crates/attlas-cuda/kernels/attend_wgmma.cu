@@ -1,8 +1,8 @@
-// Exact attention for sm_90a: the copy engine, products of warpgroups, one loading warpgroup and NWG that compute 64 rows
-// each. D: width of keys and values (64, 128, 256). KEYS: keys a tile. STAGES: tiles in flight.
-// CAUSAL: row i sees keys up to i + offset. WINDOW: and of those only the first `sinks` and the last `window`; without a
-// causal mask those nearer than `window`. TABLE: rows and keys come from a table of tiles. JOIN: 1 joins rows to what
-// stands in `out` and `lse`, both in single precision; 2 writes them there as the first part.
+// Exact attention for sm_90a: the copy engine, products of warpgroups, one loading warpgroup and NWG that compute 64
+// rows each. D: width of keys and values (64, 128, 256). KEYS: keys per tile. STAGES: tiles in flight. CAUSAL: row i
+// sees keys up to i + offset. WINDOW: only the first `sinks` of these and the last `window`; without a causal mask
+// those nearer than `window`. TABLE: rows and keys come from a table of tiles. JOIN: 1 merges rows with `out` and
+// `lse`, both in single precision; 2 writes them there as the first part.
 #define ROWS (64 * NWG)
 #define THREADS (128 * (NWG + 1))
 #define PANELS (D / 64)
@@ -20,7 +20,7 @@
 #endif
 
 template <bool B> struct Bool { static constexpr bool value = B; };
-// Consumers take turns at the tensor cores: one multiplies while another takes exponentials.
+// Consumers alternate on the tensor cores: one multiplies while another computes exponentials.
 DEV void take_turn(int w) { asm volatile("bar.sync %0, 256;" ::"r"(1 + w) : "memory"); }
 DEV void pass_turn(int w) { asm volatile("bar.arrive %0, 256;" ::"r"(1 + w) : "memory"); }
 
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   const u32 base = (smem_u32(raw) + 1023) & ~1023u, sq = base, sk = base + ROWS * D * 2, sv = sk + STAGES * TILE_BYTES;
   const u32 qbar = smem_u32(bars), full_k = qbar + 8, full_v = full_k + 8 * STAGES, free_k = full_v + 8 * STAGES, free_v = free_k + 8 * STAGES;
   const int wg = threadIdx.x >> 7, h = blockIdx.y, b = blockIdx.z;
-  // Later rows see more keys: they go first.
+  // Later rows have more keys: they start first.
   const int index = CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
 #if TABLE
   const Tile at = table[index];
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #elif WINDOW
   end = (int)min((i64)end, (i64)last_row + offset + window);
 #endif
-  // Tiles run from the last key to the first. With a window they jump over what no row sees to the sinks.
+  // Tiles run from the last key to the first. With a window they skip the invisible keys before the sinks.
   const int top = end > key ? (end - key + KEYS - 1) / KEYS : 0;
 #if WINDOW
   const int sink_tiles = min(top, (min(sinks, n.nk) + KEYS - 1) / KEYS), window_tile = (int)max((i64)0, (i64)row + offset - window + 1) / KEYS;
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) wg_pv(o, p + 4 * i, v + (i * 2048 >> 4), 1);
   };
-  // Whether one of `rows` rows from `r` on does not see all keys of a tile.
+  // True if one of `rows` rows from `r` on does not see all keys of a tile.
   auto hides = [&](int tile, int r, int rows) {
     const int first = key + tile * KEYS;
     bool some = first + KEYS > end;
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     return some;
   };
   auto is_masked = [&](int tile) { return hides(tile, row, ROWS); };
-  // The keys of row r: [from, to), and where there is a window the first [0, sunk).
+  // The keys of row r: [from, to), and with a window also the first [0, sunk).
   auto range_of = [&](int r, int& from, int& to, int& sunk) {
     from = key; to = end; sunk = 0;
 #if CAUSAL
@@ -192,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     l0 = l0 * a0 + (t0 + t2); l1 = l1 * a1 + (t1 + t3);
   };
 #if MASKED
-  // A masked weight is 0, but 0 · NaN is NaN: in tiles that a row does not see whole, values that are not finite become
-  // 0, and the rows that do see such a key are NaN in the end.
+  // A masked weight is 0, but 0 · NaN is NaN: in partially masked tiles non-finite values become 0, and rows that
+  // attend to such a key are set to NaN at the end.
   bool nan0 = false, nan1 = false;
   int scrubbed = 0;
   auto scrub = [&](int stage, int tile) {
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
   };
   int it = 1;
 #if MASKED
-  // A step scrubs the values of the tile before it, so the first step behind the masked tiles is masked too.
+  // A step clears the values of the previous tile: the first step after the masked tiles is masked, too.
 #pragma unroll 1
   for (; it < tiles && (is_masked(tile_of(it)) || is_masked(tile_of(it - 1))); it++) step(it, Bool<true>());
 #endif

@@ -1,5 +1,5 @@
-// Types and device functions that every kernel uses. No header is included: NVRTC alone compiles these sources.
-// ELEM names the element: 0 bf16, 1 f16, 2 f32, 3 f64. Sums are f32, and f64 for f64.
+// Types and device functions of all kernels. No header is included: only NVRTC compiles these sources. ELEM names the
+// element: 0 bf16, 1 f16, 2 f32, 3 f64. Sums are f32, and f64 for f64.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -60,7 +60,7 @@ struct Sizes {
   int heads, group, nq, nk, d, dv;
 };
 
-// Rows [row, row_end) against keys [key, key_end); where `diagonal` is set, row i sees keys up to i + offset.
+// Rows [row, row_end) against keys [key, key_end); if `diagonal` is set, row i sees keys up to i + offset.
 struct Tile {
   int row, row_end, key, key_end, offset;
 };
@@ -84,8 +84,8 @@ template <class T> DEV T warp_max(T x) {
   return x;
 }
 
-// Joins a part of a row, normalised, to what was found before: output and natural log-sum-exp.
-// Returns the weights of the old and the new part and the joint log-sum-exp.
+// Merges a normalised part of a row with the previous parts: output and natural log-sum-exp. Returns the weights of the
+// old and the new part and the joint log-sum-exp.
 template <class T> DEV void join(T before, T now, T& keep, T& add, T& both) {
   const T none = NEG_INF;
   if (now == none) { keep = 1; add = 0; both = before; return; }
@@ -114,10 +114,10 @@ DEV void mma(float* c, const u32* a, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." MMA_TYPE "." MMA_TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// Sum and maximum over the four threads that hold a row of an accumulator.
+// Sum and maximum over the four threads of an accumulator row.
 DEV float quad_sum(float x) { x += __shfl_xor_sync(FULL, x, 1); return x + __shfl_xor_sync(FULL, x, 2); }
 DEV float quad_max(float x) { x = fmaxf(x, __shfl_xor_sync(FULL, x, 1)); return fmaxf(x, __shfl_xor_sync(FULL, x, 2)); }
-// Whether one of two packed elements is not finite; the word with those elements set to zero.
+// True if one of two packed elements is not finite; also gives the word with those elements set to zero.
 DEV bool spoilt(u32 x) { return (x & EXPONENT) == EXPONENT || (x >> 16 & EXPONENT) == EXPONENT; }
 DEV u32 without_spoilt(u32 x) {
   if ((x & EXPONENT) == EXPONENT) x &= 0xffff0000u;

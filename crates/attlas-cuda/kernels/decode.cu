@@ -1,5 +1,5 @@
-// Decoding: one query row a head, up to 8 query heads a key head. Pieces of the keys run in parallel and are merged in
-// order; the size of a piece depends on the number of keys alone, so bits are those of the chip family. D: 64 or 128.
+// Decoding: one query row per head, up to 8 query heads per key head. Pieces of the keys run in parallel and are merged
+// in order. The size of a piece depends only on the number of keys: bits are equal within a chip family. D: 64 or 128.
 #define TILE 64
 #define STAGES 3
 #define TILE_BYTES (TILE * D * 2)
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(128, 2) decode(View q, View k, View
   }
 }
 
-// One block a query head: the pieces in order.
+// One block per query head: the pieces in order.
 extern "C" __global__ void __launch_bounds__(D) merge_pieces(const float* __restrict__ parts, const float* __restrict__ sums, View out, float* lse, Sizes n, int pieces) {
   extern __shared__ float weight[];
   __shared__ float red[2][D / 32];

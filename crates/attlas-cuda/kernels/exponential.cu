@@ -1,10 +1,10 @@
-// Linear attention with exponential features by tensor cores, bf16, keys and values of 64 columns. With features
-// exp(c_l ± ⟨ω_l, x⟩ − h(x)), h(x) = norm · ‖x‖²/2, the sums over keys that belong to a feature are those of attention with
-// the direction as the query, and a row is attention with directions as keys, sums as values and their logarithms as
-// biases. So every state is kept as a mean of values (bf16) and a logarithm, and nothing overflows. Three launches: states of
-// segments, their prefixes, rows; a row sees the keys of its own segment by the logarithms of their kernel. Logarithms are
-// to base 2. Directions come as two bf16 terms, [maps][2][TILES · 16][64]; SIGNS is 2 where every direction counts with
-// both signs. A product of features smaller than 2^−126 of the largest of its row and key counts as 0.
+// Linear attention with exponential features on tensor cores, bf16, keys and values of 64 columns. With features
+// exp(c_l ± ⟨ω_l, x⟩ − h(x)), h(x) = norm · ‖x‖²/2, the sums over keys for a feature are attention with the direction
+// as the query, and a row is attention with directions as keys, sums as values and their logarithms as biases. Every
+// state is therefore a mean of values (bf16) and a logarithm, and nothing overflows. Three launches: states of
+// segments, their prefixes, rows; a row attends to the keys of its own segment by the logarithms of their kernel.
+// Logarithms are to base 2. Directions come as two bf16 terms, [maps][2][TILES · 16][64]; SIGNS is 2 if every direction
+// counts with both signs. A product of features smaller than 2^−126 of the largest of its row and key counts as 0.
 #define SEGMENT 128
 #define CHUNK 64
 #define TILE_BYTES 8192
@@ -14,7 +14,7 @@
 #define LOG2E 1.4426950408889634f
 
 DEV u32 piece(int row, int c) { return row * 128 + ((c ^ (row & 7)) << 4); }
-// 64 rows, zeros behind the last.
+// Loads 64 rows, with zeros after the last.
 DEV void load_rows(u32 to, const View& x, int b, int h, int first, int n) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -24,7 +24,7 @@ DEV void load_rows(u32 to, const View& x, int b, int h, int first, int n) {
   }
 }
 DEV const unsigned char* shared_at(const unsigned char* raw, u32 base, u32 at) { return raw + (at - base); }
-// Half the squared norm of a row of a tile times `norm` and log2 e, by two threads of a row each: 32 columns apart.
+// Half the squared norm of a row of a tile times `norm` and log2 e, by two threads per row, 32 columns apart.
 DEV float half_norm(const unsigned char* tile, int row, float norm) {
   float s = 0.f;
 #pragma unroll
@@ -36,7 +36,7 @@ DEV float half_norm(const unsigned char* tile, int row, float norm) {
   }
   return 0.5f * LOG2E * norm * s;
 }
-// What the projections are multiplied by, and the constant of feature l.
+// The factor of the projections, and the constant of feature l.
 struct Fitted { float factor, square, constant; };
 DEV Fitted fitted_of(const float* fitted, i64 map) {
   Fitted f = {LOG2E, 0.f, 0.f};
@@ -121,8 +121,8 @@ extern "C" __global__ void __launch_bounds__(128) feature_states(View k, View v,
   }
 }
 
-// In order over segments: a segment gets what those before it have together; with `whole`, the first gets all. One warp a feature.
-// grid: features / 4, batch · key heads.
+// In order over segments: a segment gets the sum of those before it; with `whole`, the first gets the sum of all. One
+// warp per feature. grid: features / 4, batch · key heads.
 extern "C" __global__ void __launch_bounds__(128) prefix_means(elem* __restrict__ means, float* __restrict__ logs, int segments, int whole) {
   const int r = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (r >= SIGNS * MP) return;
@@ -206,7 +206,8 @@ extern "C" __global__ void __launch_bounds__(128) feature_rows(View q, View k, V
       for (int i = 0; i < 8; i++) { o[i][2 * e] *= shrink; o[i][2 * e + 1] *= shrink; }
     }
   };
-  // About the largest feature of a row, and the largest with the sums before the segment, by one term of the directions.
+  // Approximate largest feature of a row, and the largest with the sums before the segment, by one term of the
+  // directions.
   const bool before = !CAUSAL || slot > 0;
   float beta[2] = {NEG_INF, NEG_INF}, top[2] = {NEG_INF, NEG_INF};
 #pragma unroll 1
@@ -228,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(128) feature_rows(View q, View k, V
   for (int e = 0; e < 2; e++) { top[e] = larger(top[e], __shfl_xor_sync(FULL, top[e], 1)); top[e] = larger(top[e], __shfl_xor_sync(FULL, top[e], 2)); }
   scale(top);
   const float zero[2] = {beta[0] == NEG_INF ? 0.f : beta[0], beta[1] == NEG_INF ? 0.f : beta[1]}, z[2] = {m[0] == NEG_INF ? 0.f : m[0], m[1] == NEG_INF ? 0.f : m[1]};
-  // What the sums before the segment give, and the features of the rows relative to `zero`.
+  // The result of the sums before the segment, and the features of the rows relative to `zero`.
   u32 weights[CAUSAL ? SIGNS * TILES : 1][4];
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
@@ -261,7 +262,8 @@ extern "C" __global__ void __launch_bounds__(128) feature_rows(View q, View k, V
       __syncthreads();
       load_rows(sk, k, b, hk, start, n.nk); load_rows(sv, v, b, hk, start, n.nk);
       copy_commit(); copy_wait<0>(); __syncthreads();
-      // Features of the keys relative to about the largest of each, by one term of the directions; every warp those of 16 keys.
+      // Features of the keys relative to the approximate largest of each, by one term of the directions; 16 keys per
+      // warp.
       {
         fetch();
         float alpha[2] = {NEG_INF, NEG_INF};
@@ -290,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(128) feature_rows(View q, View k, V
         }
 #pragma unroll
         for (int r = 0; r < 2; r++) if (t == 0) { const int row = w * 16 + g + 8 * r; most[row] = z[r] - half_norm(raw + (sk - so), row, norm); }
-        // Values that are not finite, in the chunk that rows see in part: cleared, and the rows that see them are marked.
+        // Non-finite values in the partially visible chunk are cleared, and the rows that attend to them are marked.
         if (start == first)
           for (int e = threadIdx.x; e < CHUNK * 32; e += 128) {
             u32* word = (u32*)(raw + (sv - so) + piece(e >> 5, (e & 31) >> 2) + (e & 3) * 4);

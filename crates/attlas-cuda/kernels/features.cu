@@ -1,7 +1,7 @@
 // Logarithms of positive features. Those of random features are projections on directions, a block of 16 rows at a time.
 #define BLOCK_ROWS 16
 
-// Projections of single precision are summed up in double: the error of a logarithm is the relative error of its feature.
+// Projections in single precision are summed in double: the error of a logarithm is the relative error of its feature.
 #if ELEM >= 2
 typedef double sum;
 #else
@@ -10,7 +10,7 @@ typedef float sum;
 DEV float root_of(float x) { return sqrtf(x); }
 DEV double root_of(double x) { return sqrt(x); }
 
-// No larger than the largest number; NaN stays.
+// Clamps to the largest number; NaN stays.
 DEV acc saturated(sum x) {
 #if ELEM == 3
   const double most = 1.7976931348623157e308;
@@ -20,12 +20,12 @@ DEV acc saturated(sum x) {
   return x > (sum)most ? (acc)most : (acc)x;
 }
 
-// out[l] = constants[l] ± ⟨directions of l, x⟩ − ‖N x‖²/2, where `norms` more columns behind the directions give N x, or
-// where there are none, N is √norm_scale times the identity. relu: the logarithm of the positive part + eps instead.
-// map: [batch · key heads or 1][d][directions + norms], constants: [..][directions], out: [batch][heads][n][features].
-// Features of the opposite directions stand behind those of all directions where `opposite` is set; `group` heads share a
-// map. Where `fitted` is given, it holds for each map a factor of the projections, one of the squared norms of the
-// directions (`lengths`), and a constant.
+// out[l] = constants[l] ± ⟨directions of l, x⟩ − ‖N x‖²/2, where `norms` further columns after the directions give N x;
+// without them, N is √norm_scale times the identity. relu: the logarithm of the positive part + eps instead. map:
+// [batch · key heads or 1][d][directions + norms], constants: [..][directions], out: [batch][heads][n][features].
+// If `opposite` is set, features of the opposite directions follow those of all directions; `group` heads share a map.
+// `fitted`, if given, has for each map a factor of the projections, one of the squared norms of the directions
+// (`lengths`), and a constant.
 extern "C" __global__ void __launch_bounds__(256) project_features(View x, const sum* __restrict__ map, const sum* __restrict__ constants, const sum* __restrict__ fitted, const sum* __restrict__ lengths, acc* __restrict__ out, int n, int d, int heads, int group, int directions, int norms, int opposite, int relu, sum norm_scale, sum eps) {
   extern __shared__ __align__(16) unsigned char raw[];
   sum *rows = (sum*)raw, *squares = rows + d * BLOCK_ROWS, *half = squares + 256 * (norms ? BLOCK_ROWS : 0);
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(256) project_features(View x, const
         continue;
       }
       const sum common = constant - half[r];
-      // A row so long that its norm overflows has no features, whatever its projections.
+      // A row whose norm overflows has no features.
       const bool zero = common == (sum)NEG_INF;
       *to = zero && p[r] == p[r] ? (acc)NEG_INF : saturated(common + p[r]);
       if (opposite) to[directions] = zero && p[r] == p[r] ? (acc)NEG_INF : saturated(common - p[r]);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(256) project_features(View x, const
 }
 
 // Powers of positive and negative parts: power · (ln |x| − ln divisor) of the coordinates of one sign, −∞ for the others;
-// positive parts first, negative ones first where `swap` is set. powers, logs: [key heads or 1][d]; maps is how many.
+// positive parts first, or negative ones if `swap` is set. powers, logs: [key heads or 1][d]; maps is their number.
 extern "C" __global__ void pola_features(View x, const sum* __restrict__ powers, const sum* __restrict__ logs, acc* __restrict__ out, int n, int d, int heads, int group, int maps, int swap) {
   const int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
   if (row >= n) return;
@@ -106,8 +106,8 @@ extern "C" __global__ void pola_features(View x, const sum* __restrict__ powers,
   }
 }
 
-// The exponent of features that suits the queries and keys of a group: fitted[0] = √(1 − 4A), fitted[1] = A and
-// fitted[2] = d/4 · ln(1 − 4A) for the A that is best where ‖x + y‖² has its mean over all pairs. One block a key head.
+// Fits the exponent of features to the queries and keys of a group: fitted[0] = √(1 − 4A), fitted[1] = A and fitted[2]
+// = d/4 · ln(1 − 4A), for the A that is best at the mean of ‖x + y‖² over all pairs. One block per key head.
 extern "C" __global__ void __launch_bounds__(1024) fit_exponent(View q, View k, sum* __restrict__ fitted, Sizes n, double scale) {
   __shared__ double part[32][4], total[2];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, kv = gridDim.x, hk = blockIdx.x, b = blockIdx.y;
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(1024) fit_exponent(View q, View k, 
     for (int h = hk * n.group; h < (hk + 1) * n.group; h++)
       for (int i = warp; i < n.nq; i += 32) { const double x = ok ? (double)widen(row_of<elem>(q, b, h, i)[c0 + lane]) : 0.0; s[0] += x; s[1] += x * x; }
     for (int i = warp; i < n.nk; i += 32) { const double x = ok ? (double)widen(row_of<elem>(k, b, hk, i)[c0 + lane]) : 0.0; s[2] += x; s[3] += x * x; }
-    // One coordinate after the other, so that the warps' sums meet in order.
+    // One coordinate after the other, which fixes the order of the warps' sums.
     for (int c = 0; c < 32; c++) {
       if (lane == c) { part[warp][0] = s[0]; part[warp][1] = s[1]; part[warp][2] = s[2]; part[warp][3] = s[3]; }
       __syncthreads();

@@ -1,7 +1,7 @@
-// Sign hashes: bit t of a row's code is [w_t · x > 0]; what is written is the rank of the code in the Gray sequence.
+// Sign hashes: bit t of a row's code is [w_t · x > 0]; the output is the rank of the code in the Gray sequence.
 DEV u32 gray_rank(u32 r) { r ^= r >> 1; r ^= r >> 2; r ^= r >> 4; r ^= r >> 8; return r ^ r >> 16; }
 
-// One warp a row, a lane a bit. w: [batch · key heads][d][32], zeros behind the last bit.
+// One warp per row, one lane per bit. w: [batch · key heads][d][32], zeros after the last bit.
 extern "C" __global__ void any_hash(View x, const acc* w, u32* rank, int n, int d, int heads, int group) {
   const int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
   if (row >= n) return;
@@ -14,9 +14,9 @@ extern "C" __global__ void any_hash(View x, const acc* w, u32* rank, int n, int 
 }
 
 #if ELEM < 2 && defined(D)
-// At most 8 bits and rows of 64 or 128 columns: projections by tensor cores. A thread reads 8 columns of two rows at a
-// time; the order of columns inside the sum is free, so directions are permuted alike. Directions are given as three
-// terms, which makes projections as good as single precision.
+// At most 8 bits and rows of 64 or 128 columns: projections on tensor cores. A thread reads 8 columns of two rows at a
+// time; the order of columns in the sum is free, and directions have the same permutation. Directions come as three
+// terms, which give projections single-precision accuracy.
 extern "C" __global__ void __launch_bounds__(256) hash_rows(View x, const acc* w, u32* rank, int n, int d, int heads, int group) {
   const int h = blockIdx.y, b = blockIdx.z, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   u32 dir[D / 16][3][2];

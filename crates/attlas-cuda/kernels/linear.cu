@@ -1,9 +1,9 @@
-// Linear attention with features elu + 1 by tensor cores; keys and values have 64 columns. Three launches: states of
+// Linear attention with features elu + 1 on tensor cores; keys and values have 64 columns. Three launches: states of
 // segments of 1024 tokens, their prefix sums, and the segments in parallel, 64 tokens at a time.
 #define SEGMENT 1024
 #define CHUNK 64
 #define TILE_BYTES 8192
-// Columns of a state: 64 of values, one for the normaliser, and room to keep rows apart in shared memory.
+// Columns of a state: 64 of values, one for the normaliser, and padding between rows in shared memory.
 #define WIDTH 72
 
 DEV u32 piece(int row, int c) { return row * 128 + ((c ^ (row & 7)) << 4); }
@@ -12,7 +12,7 @@ DEV u32 features(u32 x) { return pack(feature(low(x)), feature(high(x))); }
 DEV void load_column(u32& a, u32& b, u32 p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(a), "=r"(b) : "r"(p));
 }
-// 64 rows, zeros behind the last.
+// Loads 64 rows, with zeros after the last.
 DEV void load_rows(u32 to, const View& x, int b, int h, int first, int n) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(128) segment_states(View k, View v,
   }
 }
 
-// In order over segments: a segment gets the sum of those before it, and with `whole` every one the sum of all.
+// In order over segments: a segment gets the sum of those before it; with `whole`, every segment gets the sum of all.
 extern "C" __global__ void __launch_bounds__(128) prefix_states(float* __restrict__ states, int segments, int whole) {
   const int e = blockIdx.x * 128 + threadIdx.x;
   float* p = states + (i64)blockIdx.y * segments * 64 * WIDTH + e;
@@ -110,7 +110,7 @@ template <bool CAUSAL> DEV void answer(const View& q, const View& k, const View&
     state[j][0] = x.x; state[j][1] = x.y; state[j][2] = y.x; state[j][3] = y.y;
   }
   for (int t = 0; t < chunks; t++) {
-    // The state as two terms, value and remainder: otherwise long sums would lose digits.
+    // The state is stored as value and remainder: otherwise long sums would lose digits.
     if (CAUSAL || t == 0) {
 #pragma unroll
       for (int j = 0; j < 9; j++)
@@ -127,7 +127,8 @@ template <bool CAUSAL> DEV void answer(const View& q, const View& k, const View&
     const u32 now = s0 + (t & 1) * 3 * TILE_BYTES;
     bool nan0 = false, nan1 = false;
     if (CAUSAL) {
-      // 0 · NaN is NaN: values that are not finite become 0 inside their chunk; rows that see them are NaN in the end.
+      // 0 · NaN is NaN: non-finite values become 0 inside their chunk; rows that attend to them are set to NaN at the
+      // end.
       u32* bits = bad[t % 3];
       if (threadIdx.x < 2) bad[(t + 1) % 3][threadIdx.x] = 0;
 #pragma unroll
@@ -163,7 +164,7 @@ template <bool CAUSAL> DEV void answer(const View& q, const View& k, const View&
         for (int j = 0; j < 4; j++) { load_transposed(b0, b1, b2, b3, base + (j * 2 + (lane >> 4)) * 16); mma(o[2 * j], a[i], b0, b1); mma(o[2 * j + 1], a[i], b2, b3); }
         load_column(b0, b1, base + 128); mma(o[8], a[i], b0, b1);
       }
-    // Inside the chunk: keys up to the own row.
+    // Inside the chunk: keys up to the row's own position.
     if (CAUSAL) {
 #pragma unroll
       for (int j = 0; j < 4; j++)

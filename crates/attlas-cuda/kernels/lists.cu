@@ -1,7 +1,7 @@
-// Attention of sorted query rows to a block of sorted keys and to samples that stand for all keys outside it.
-// 128 rows a thread block, tiles of 64 keys gathered by asynchronous copies, products by warpgroups. D is 64 or 128,
-// NEAR and FAR are the largest numbers of keys of both kinds, multiples of 64. Where JOIN is set, a row is joined to what
-// stands in `out` and `lse`, both in single precision.
+// Attention of sorted query rows to a block of sorted keys and to samples that represent all keys outside it. 128 rows
+// per thread block, tiles of 64 keys gathered by asynchronous copies, products by warpgroups. D is 64 or 128, NEAR and
+// FAR are the largest numbers of keys of both kinds, multiples of 64. If JOIN is set, a row is merged with `out` and
+// `lse`, both in single precision.
 #define ROWS 128
 #define KEYS 64
 #define STAGES 4
@@ -9,8 +9,8 @@
 #define LIST (NEAR + FAR)
 #define OVERLAP (D == 64)
 
-// qidx: sorted rows; qstart: where blocks start in it; kidx: sorted keys; samples: ranks within a part, m for each.
-// rows and keys: lengths of the sorted orders; count: blocks; replaced: samples are drawn with replacement.
+// qidx: sorted rows; qstart: offsets of blocks in it; kidx: sorted keys; samples: ranks within a part, m for each. rows
+// and keys: lengths of the sorted orders; count: blocks; replaced: samples are drawn with replacement.
 extern "C" __global__ void __launch_bounds__(256, 2) lists(View q, View k, View v, View out, float* lse, const u32* __restrict__ qidx, const u32* __restrict__ qstart,
     const u32* __restrict__ kidx, const Block* __restrict__ blocks, const u32* __restrict__ samples, Sizes n, int rows, int keys, int count, int m, int replaced, float sl2) {
   extern __shared__ unsigned char raw[];
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) lists(View q, View k, View 
   __shared__ alignas(16) float bias[LIST];
   const u32 base = (smem_u32(raw) + 1023) & ~1023u, sq = base, sk = sq + ROWS * D * 2, sv = sk + STAGES * TILE_BYTES;
   const int tid = threadIdx.x, w = tid >> 7, t = tid & 127, lane = tid & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, kv = n.heads / n.group;
-  // Block c owns the tiles from ⌊start[c] / 128⌋ + c on: as many as it needs, and at most one more.
+  // Block c owns the tiles from ⌊start[c] / 128⌋ + c on: those it needs, and at most one more.
   const u32* starts = qstart + ((i64)b * n.heads + h) * (count + 1);
   if (tid == 0) {
     int lo = 0, hi = count;
@@ -77,8 +77,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) lists(View q, View k, View 
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++) wg_pv(o, p + 4 * i, value + (i * 2048 >> 4), 1);
   };
-  // Samples have one weight in common, which goes into the offset of the exponent; tiles that hold a hidden key or end
-  // before their last place take the slow path.
+  // Samples share one weight, which goes into the offset of the exponent; tiles with a hidden key or an unused place
+  // take the slow path.
   auto soften = [&](int tile) {
     float x0 = NEG_INF, x1 = NEG_INF;
     const float add = tile < near_tiles ? 0.f : weight;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) lists(View q, View k, View 
     if ((lane & 3) == 0) lse[at + row] = both;
   }
 #else
-  // Output goes through the query's shared memory, so that a row is written as whole lines.
+  // Output goes through the query's shared memory, which lets a row be written as whole lines.
 #pragma unroll
   for (int i = 0; i < D / 8; i++) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(sq + piece_at(ROWS, r0, i) + (lane & 3) * 4), "r"(pack(o[4 * i] * i0, o[4 * i + 1] * i0)));

@@ -1,10 +1,11 @@
-// Rows that stand for many: means of segments of tokens, attention to them with a bias, and the small matrices between
+// Representative rows: means of segments of tokens, attention to them with a bias, and the small matrices between
 // averaged queries and averaged keys.
 
 // n tokens in `count` segments: the first count − n % count have n / count tokens, the others one more.
 DEV int segment_start(int n, int count, int s) { const int small = n / count, large = n % count; return s * small + max(0, s - (count - large)); }
 
-// Means of segments, summed up in double precision. `group` heads of the result share a head of x. grid: count, heads, batch.
+// Means of segments, summed in double precision. `group` heads of the result share a head of x. grid: count, heads,
+// batch.
 extern "C" __global__ void __launch_bounds__(256) pool_rows(View x, View out, int n, int count, int d, int group) {
   __shared__ double part[8][32];
   const int s = blockIdx.x, h = blockIdx.y, b = blockIdx.z, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -22,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(256) pool_rows(View x, View out, in
   }
 }
 
-// Every row against all nk stand-ins, one warp a row; the first `split` have the bias `low`, the others `high`.
+// Every row against all nk representatives, one warp per row; the first `split` have the bias `low`, the others `high`.
 template <int HOW> DEV void weighted(const View& q, const View& k, const View& v, const View& out, acc* lse, const Sizes& n, acc scale, int split, acc low_bias, acc high_bias) {
   extern __shared__ __align__(16) unsigned char raw[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z, hk = h / n.group, row = blockIdx.x * (blockDim.x >> 5) + warp;
@@ -57,7 +58,8 @@ extern "C" __global__ void shift_lse(acc* lse, i64 rows, acc by) {
   if (i < rows) lse[i] += by;
 }
 
-// The softmax of averaged queries against averaged keys, in double precision: [batch · heads][mq][mk]. One warp a row.
+// The softmax of averaged queries against averaged keys, in double precision: [batch · heads][mq][mk]. One warp per
+// row.
 extern "C" __global__ void landmark_weights(View q, View k, double* __restrict__ weights, int heads, int mq, int mk, int d, double scale, int split, double low_bias, double high_bias) {
   const int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
   if (row >= mq) return;
@@ -77,7 +79,7 @@ extern "C" __global__ void landmark_weights(View q, View k, double* __restrict__
   for (int j = lane; j < mk; j += 32) to[j] /= l;
 }
 
-// c = a · b of m × m matrices, then c = factor · (diagonal · I − c) where `from` is set. All threads of the block.
+// c = a · b of m × m matrices, then c = factor · (diagonal · I − c) if `from` is set. All threads of the block.
 DEV void square_product(const double* a, const double* b, double* c, int m, bool from, double diagonal, double factor) {
   for (int i = threadIdx.x; i < m * m; i += blockDim.x) {
     const int r = i / m, x = i % m;

@@ -1,13 +1,13 @@
-// Linear attention with positive features given by their logarithms, the plain form of the family: sums over segments of
-// keys, their prefixes, and rows that read the keys before their segment from the sums and those inside one by one.
-// A state of m features: the largest logarithm of each (the shift), and relative to it the sum of the features and the
-// sums of features times values: [m] [m] [m][dv] in the type of sums.
+// Linear attention with positive features given by their logarithms, the portable form of the family: sums over
+// segments of keys, their prefixes, and rows that read the keys before their segment from the sums and those inside one
+// by one. A state of m features: the largest logarithm of each (the shift), and relative to it the sum of the features
+// and the sums of features times values: [m] [m] [m][dv] in the type of sums.
 #define SEGMENT 64
 #define ROWS 8
 // Threads that share a column take the features in turns.
 #define TURNS (32 * ROWS / 64)
 
-// exp(x) against a shift of the same feature, 0 where no key has had the feature.
+// exp(x) relative to a shift of the same feature, 0 if no key had the feature.
 DEV acc relative(acc x, acc shift) { return shift == (acc)NEG_INF ? (x != x ? x : (acc)0) : exp_of(x - shift); }
 
 // The sums of one segment for 64 features and 64 columns of the values; a: [heads][nk][m], states: [heads][segments].
@@ -80,13 +80,13 @@ extern "C" __global__ void __launch_bounds__(128) prefix_sums(acc* __restrict__ 
   }
 }
 
-// Eight rows of one head that stand in one segment, a warp each: the sums of the keys before the segment, then the keys of
-// the segment up to the own place as the logarithms of their kernel. Without a mask: the sums of all keys, in slot 0.
-// Columns [c0, c1) of the values. eps is added to denominators, times the keys seen where `each` is set. a: features of
-// keys, b: of queries. Dynamic shared memory: ROWS · (m + SEGMENT + 1 + TURNS · 64) numbers.
+// Eight rows of one head in one segment, a warp each: the sums of the keys before the segment, then the keys of the
+// segment up to the row's position by the logarithms of their kernel. Without a mask: the sums of all keys, in slot 0.
+// Columns [c0, c1) of the values. eps is added to denominators, times the row's number of keys if `each` is set. a:
+// features of keys, b: of queries. Dynamic shared memory: ROWS · (m + SEGMENT + 1 + TURNS · 64) numbers.
 extern "C" __global__ void __launch_bounds__(32 * ROWS) answer_rows(const acc* __restrict__ states, const acc* __restrict__ a, const acc* __restrict__ b, View v, View out, acc* lse, Sizes n, int kv, int segments, int m, int causal, int c0, int c1, acc eps, int each) {
   extern __shared__ __align__(16) unsigned char raw[];
-  // Weights of features and of keys, the rows side by side; what a row is divided by; parts of the sums of 64 columns.
+  // Weights of features and of keys, rows side by side; the divisor of each row; partial sums of 64 columns.
   acc *w = (acc*)raw, *p = w + ROWS * m, *gain = p + ROWS * SEGMENT, *part = gain + ROWS;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, bi = blockIdx.z, h = blockIdx.y, hk = bi * kv + h / n.group;
   const int offset = causal ? n.nk - n.nq : 0, base = (offset >= 0 ? offset / ROWS : -((-offset + ROWS - 1) / ROWS)) * ROWS + blockIdx.x * ROWS;

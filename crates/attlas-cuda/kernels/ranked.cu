@@ -1,5 +1,5 @@
-// Attention to the keys of the largest scores: scores of some rows for all keys, the choice of each row, and attention to
-// what was chosen. Rows go in batches, so that the scores have room. Row i stands at key i + nk − nq.
+// Attention to the keys of the largest scores: scores of some rows for all keys, the choice of each row, and attention
+// to the chosen keys. Rows run in batches, which bounds the memory of scores. Row i is aligned to key i + nk − nq.
 
 // Rows mapped to `r` columns, in elements: out = x · map, map: [key heads][d][r] in the type of sums.
 extern "C" __global__ void project_rows(View x, const acc* __restrict__ map, View out, int n, int d, int r, int group) {
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(128) rank_scores(View q, View k, ac
   }
 }
 
-// A number whose order is that of the score; NaN is the largest.
+// Maps a score to an integer of the same order; NaN is the largest.
 #if ELEM == 3
 typedef u64 rank;
 DEV rank rank_of(double x) { const u64 u = (u64)__double_as_longlong(x + 0.0); return x != x ? ~0ull : u >> 63 ? ~u : u | 1ull << 63; }
@@ -64,7 +64,7 @@ typedef u32 rank;
 DEV rank rank_of(float x) { const u32 u = __float_as_uint(x + 0.f); return x != x ? ~0u : u >> 31 ? ~u : u | 1u << 31; }
 #endif
 
-// How a row chooses.
+// Choice of a row.
 struct Choice {
   double fraction;      // share of the keys seen, rounded up, where keys is 0
   int keys;             // keys that are kept by their scores
@@ -74,8 +74,8 @@ struct Choice {
 };
 DEV int budget_of(const Choice& how, int n) { return min(n, how.keys > 0 ? how.keys : max(1, (int)ceil(how.fraction * (double)n))); }
 
-// The keys of one row in increasing order; −1 keys for all that the row sees. Ties go to the smaller index.
-// lists: [batch][heads][rows][room]. grid: rows, heads, batch.
+// The keys of one row in increasing order; −1 keys for all visible ones. Ties go to the smaller index. lists:
+// [batch][heads][rows][room]. grid: rows, heads, batch.
 #define WARPS 16
 extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* __restrict__ scores, u32* __restrict__ lists, int* __restrict__ counts, Sizes n, int first, int rows, int causal, int room, double fraction, int keys, int window, int sinks, int min_len, int together) {
   const Choice how = {fraction, keys, window, sinks, min_len, together};
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* 
     for (int g = 1; g < voters; g++) x = larger(x, own[(i64)g * rows * n.nk + j]);
     return rank_of(x);
   };
-  // The digits of the rank of the last key that is kept, from the highest on.
+  // The digits of the rank of the last kept key, from the highest on.
   rank bound = 0; u32 left = budget;
   for (int shift = (int)sizeof(rank) * 8 - 8; shift >= 0; shift -= 8) {
     if (tid < 256) count[tid] = 0;
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* 
     bound |= (rank)found[0] << shift; left = found[1];
     __syncthreads();
   }
-  // `left` of the keys at the bound are kept, the first ones. A warp has a span of keys.
+  // The first `left` of the keys at the bound are kept. Each warp has a span of keys.
   const int span = (seen + 32 * WARPS - 1) / (32 * WARPS) * 32, from = w * span, to = min(seen, from + span), tail = seen - how.window;
   u32 ties = 0;
   for (int j0 = from; j0 < to; j0 += 32) ties += __popc(__ballot_sync(FULL, j0 + lane < to && at(j0 + lane) == bound));
@@ -151,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* 
   }
 }
 
-// Attention of one row to the keys of its list, by 8 warps that take turns and are merged in order.
+// Attention of one row to the keys of its list, by 8 warps that alternate and are merged in order.
 #define GATHER 8
 extern "C" __global__ void __launch_bounds__(32 * GATHER) attend_lists(View q, View k, View v, View out, acc* lse, const u32* __restrict__ lists, const int* __restrict__ counts, Sizes n, int first, int rows, int causal, int room, acc scale) {
   extern __shared__ __align__(16) unsigned char raw[];

@@ -14,7 +14,7 @@ DEV void start(Running& s) {
   for (int c = 0; c < COLUMNS; c++) s.o[c] = 0;
 }
 
-// Adds one key a lane: its logit, −∞ for none, and the row of its value.
+// Adds one key per lane: its logit, −∞ for none, and the row of its value.
 DEV void add(Running& s, acc logit, const elem* value, int c0, int dv, int lane) {
   const acc m = larger(s.m, warp_max(logit)), z = m == NEG_INF ? (acc)0 : m;
   const acc shrink = exp_of(s.m - z), p = logit == NEG_INF ? (acc)0 : exp_of(logit - z);
@@ -31,7 +31,8 @@ DEV void add(Running& s, acc logit, const elem* value, int c0, int dv, int lane)
   }
 }
 
-// How a row is written: as elements, in the type of sums joined to what is there, or in that type as the first part.
+// Form of a written row: as elements, in the type of sums merged with existing parts, or in that type as the first
+// part.
 enum { DIRECT = 0, JOINED = 1, FIRST = 2 };
 
 // Writes the columns [c0, c0 + 256) of a row.

@@ -2,7 +2,7 @@
 // positive.cu) takes tokens one by one.
 
 // Logarithms of features of single coordinates of root · x. map: 0 elu + 1, 1 relu + eps, 2 softmax over the coordinates
-// of queries and exponentials of keys, 3 square. One warp a row; out: [batch][heads][n][d].
+// of queries and exponentials of keys, 3 square. One warp per row; out: [batch][heads][n][d].
 extern "C" __global__ void log_features(View x, acc* out, int n, int d, int heads, int map, int of_queries, acc root, acc eps) {
   const int row = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31, h = blockIdx.y, b = blockIdx.z;
   if (row >= n) return;
@@ -32,7 +32,7 @@ extern "C" __global__ void clear_state(acc* state, int m, int dv) {
   for (int i = threadIdx.x; i < m * (dv + 2); i += blockDim.x) own[i] = i < m ? (acc)NEG_INF : (acc)0;
 }
 
-// Adds one token to a state. `f` and `e` have room for m numbers each.
+// Adds one token to a state. `f` and `e` have m numbers each.
 DEV void absorb(acc* state, const acc* a, const elem* value, int m, int dv, acc* f, acc* e) {
   acc *shift = state, *z = state + m, *s = state + 2 * m;
   for (int l = threadIdx.x; l < m; l += blockDim.x) {
@@ -45,7 +45,7 @@ DEV void absorb(acc* state, const acc* a, const elem* value, int m, int dv, acc*
   __syncthreads();
 }
 
-// One block a key head: adds `n` tokens one by one.
+// One block per key head: adds `n` tokens one by one.
 extern "C" __global__ void __launch_bounds__(256) absorb_tokens(acc* state, const acc* a, View v, int n, int m, int dv) {
   extern __shared__ __align__(16) unsigned char raw[];
   acc *f = (acc*)raw, *e = f + m;

@@ -1,7 +1,7 @@
-// Linear attention with features of either sign: values f with one logarithmic scale e for each token, φ = eᵉ f. A state of m
-// features: the largest scale of a key, and relative to it the sums of features, of their sizes, and of features times
-// values: [1] [m] [m] [m][dv] in the type of sums. Rows read the keys before their segment from such sums and those inside
-// one by one.
+// Linear attention with features of either sign: values f with one logarithmic scale e per token, φ = eᵉ f. A state of
+// m features: the largest scale of a key, and relative to it the sums of features, of their sizes, and of features
+// times values: [1] [m] [m] [m][dv] in the type of sums. Rows read the keys before their segment from such sums and
+// those inside one by one.
 #define SEGMENT 64
 #define ROWS 8
 #define TURNS (32 * ROWS / 64)
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(32 * MAPPED) signed_features(View x
   if (lane == 0) scales[at] = saturated(shift);
 }
 
-// A scale relative to a reference; 0 where there is none.
+// A scale relative to a reference; 0 if there is none.
 DEV acc weight_of(acc scale, acc reference) { return exp_of(scale - (reference == (acc)NEG_INF ? (acc)0 : reference)); }
 
 // The sums of one segment for 64 features and 64 columns of the values. grid: segments, tiles of features times tiles of
@@ -157,8 +157,8 @@ extern "C" __global__ void prefix_references(acc* __restrict__ states, int segme
   if (whole) own[0] = reference;
 }
 
-// Eight rows of one head that stand in one segment, a warp each. policy: of a row whose denominator is at most `least` times
-// what it would be without cancellation: 0 divide by it all the same, 1 by that share instead, 2 write zeros. a: features
+// Eight rows of one head in one segment, a warp each. policy, for a row whose denominator is at most `least` times its
+// value without cancellation: 0 divide by it nevertheless, 1 divide by that share instead, 2 write zeros. a: features
 // of keys, b: of queries, e and t: their scales. Dynamic shared memory: ROWS · (m + SEGMENT + 3 + 64 TURNS) numbers.
 extern "C" __global__ void __launch_bounds__(32 * ROWS) answer_rows(const acc* __restrict__ states, const acc* __restrict__ a, const acc* __restrict__ e, const acc* __restrict__ b, const acc* __restrict__ t, View v, View out, acc* lse, Sizes n, int kv, int segments, int m, int causal, int policy, acc least) {
   extern __shared__ __align__(16) unsigned char raw[];
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(32 * ROWS) answer_rows(const acc* _
   if (lane == 0) keep[warp] = share;
   __syncthreads();
   const int most = causal ? max(0, min(n.nk, base + ROWS) - first) : 0, turn = threadIdx.x >> 6, column = threadIdx.x & 63;
-  // Rows with a number that is not finite, where that means zeros: found before anything is written.
+  // Rows with a non-finite number, if the policy writes zeros: found before anything is written.
   __shared__ int lost[ROWS];
   if (threadIdx.x < ROWS) lost[threadIdx.x] = 0;
   bool any = false;
@@ -254,7 +254,7 @@ extern "C" __global__ void clear_state(acc* state, i64 size) {
   for (i64 i = threadIdx.x; i < size; i += blockDim.x) own[i] = i == 0 ? (acc)NEG_INF : (acc)0;
 }
 
-// One block a key head: adds `n` tokens one by one.
+// One block per key head: adds `n` tokens one by one.
 extern "C" __global__ void __launch_bounds__(256) absorb_tokens(acc* state, const acc* a, const acc* scales, View v, int n, int m, int dv) {
   const int hk = blockIdx.x, b = blockIdx.y, kv = gridDim.x;
   acc* own = state + (i64)(b * kv + hk) * ((i64)m * (dv + 2) + 1);

@@ -1,4 +1,4 @@
-// A stable sort of rows by a key of 32 bits, segment by segment, 8 bits a pass: counts of chunks, places, scatter.
+// A stable sort of rows by 32-bit keys, segment by segment, 8 bits per pass: counts of chunks, places, scatter.
 // Integers only: the result never depends on the order of blocks.
 #define BINS 256
 
@@ -7,7 +7,7 @@ DEV u32 digit_of(const u32* key, const u32* order, i64 base, i64 places, const C
   return key[base + row] >> shift & (BINS - 1);
 }
 
-// n rows a head; `total` places a head in all segments.
+// n rows per head; `total` places per head in all segments.
 extern "C" __global__ void __launch_bounds__(256) sort_count(const u32* key, const u32* order, u32* counts, const Chunk* chunks, int n, int total, int shift) {
   __shared__ u32 bins[BINS];
   const Chunk c = chunks[blockIdx.x];
@@ -19,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(256) sort_count(const u32* key, con
   counts[(h * gridDim.x + blockIdx.x) * BINS + threadIdx.x] = bins[threadIdx.x];
 }
 
-// One block a segment: counts become places, bins first, chunks second. Segment s has the chunks [first[s], first[s + 1]).
+// One block per segment: counts become places, bins first, chunks second. Segment s has the chunks [first[s], first[s +
+// 1]).
 extern "C" __global__ void __launch_bounds__(1024) sort_scan(u32* counts, const Chunk* chunks, const u32* first, int all) {
   __shared__ u32 part[4][BINS], start[BINS];
   const int c0 = first[blockIdx.x], c1 = first[blockIdx.x + 1], bin = threadIdx.x % BINS, p = threadIdx.x / BINS, each = (c1 - c0 + 3) / 4;
@@ -44,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(1024) sort_scan(u32* counts, const 
   for (int c = from; c < to; c++) { const u32 x = own[(i64)c * BINS + bin]; own[(i64)c * BINS + bin] = a; a += x; }
 }
 
-// A warp takes 256 consecutive places of a chunk of at most 2048. Keys in sorted order are written too, where wanted.
+// A warp takes 256 consecutive places of a chunk of at most 2048. Keys in sorted order are also written if requested.
 extern "C" __global__ void __launch_bounds__(256) sort_scatter(const u32* key, const u32* order, const u32* counts, u32* sorted, u32* sorted_keys, const Chunk* chunks, int n, int total, int shift) {
   __shared__ u32 bins[8][BINS];
   const Chunk c = chunks[blockIdx.x];
@@ -87,7 +88,7 @@ DEV int lower_bound(const u32* a, int lo, int hi, u32 x) {
   return lo;
 }
 
-// The block of keys that a query of a causal part goes to, by its own rank among the keys: rows of equal rank are spread
+// The block of keys of a query of a causal part, by its own rank among the keys: rows of equal rank are distributed
 // over the keys of that rank in order of position. key_ranks: ranks of keys in sorted order.
 extern "C" __global__ void assign_blocks(const u32* rank, const u32* key_ranks, u32* block, const Chunk* chunks, const Part* parts, int n, int keys, int heads, int group) {
   const Chunk c = chunks[blockIdx.x];
@@ -104,7 +105,7 @@ extern "C" __global__ void assign_blocks(const u32* rank, const u32* key_ranks, 
   }
 }
 
-// Where the rows of each block start in the sorted order, counted over all parts; sorted_blocks holds the blocks of rows,
+// Offsets of each block's rows in the sorted order, counted over all parts; sorted_blocks holds the blocks of rows,
 // counted within their part, in sorted order.
 extern "C" __global__ void block_starts(const u32* sorted_blocks, u32* starts, const Block* blocks, const Part* parts, int count, int total) {
   const int c = blockIdx.x * blockDim.x + threadIdx.x;

@@ -1,4 +1,4 @@
-//! Programs: sources with the constants of a shape, compiled to cubins and kept in a folder.
+//! Programs: sources with the constants of a shape, compiled to cubins and cached in a folder.
 
 use crate::nvrtc::Nvrtc;
 use crate::{Element, Error, Result};
@@ -6,10 +6,10 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Chips that every kernel is compiled for, as NVRTC names them; Hopper's own kernels are for `sm_90a` alone.
+/// Chips for which every kernel is compiled, by their NVRTC names; Hopper's own kernels are only for `sm_90a`.
 pub const CHIPS: &[&str] = &["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"];
 
-/// The name under which NVRTC knows a compute capability.
+/// Returns NVRTC's name of a compute capability.
 pub(crate) fn chip(capability: (i32, i32)) -> String {
     match capability {
         (9, 0) => "sm_90a".into(),
@@ -22,13 +22,13 @@ pub(crate) fn chip(capability: (i32, i32)) -> String {
 pub struct Program {
     /// Name for messages.
     pub name: &'static str,
-    /// Sources, one behind the other.
+    /// Sources, concatenated in this order.
     pub sources: Vec<&'static str>,
     /// Constants.
     pub constants: Vec<(&'static str, i64)>,
-    /// Columns of both products of a warpgroup, for programs that use them: keys a tile, and the width of values.
+    /// Columns of both products of a warpgroup, for programs that use them: keys per tile, and the width of values.
     pub products: Option<(usize, usize)>,
-    /// Runs on Hopper alone.
+    /// True if it runs only on Hopper.
     pub hopper: bool,
 }
 
@@ -60,7 +60,7 @@ impl Program {
         self
     }
 
-    /// The whole text.
+    /// Returns the whole text.
     pub fn source(&self) -> String {
         let mut text = String::new();
         for (i, source) in self.sources.iter().enumerate() {
@@ -73,7 +73,7 @@ impl Program {
         text
     }
 
-    /// Options of the compiler.
+    /// Returns the options of the compiler.
     pub fn options(&self, chip: &str) -> Vec<String> {
         // 177: a program does not call every function of the common sources.
         let mut options = vec![
@@ -87,8 +87,8 @@ impl Program {
     }
 }
 
-/// The text of one product of a warpgroup: 64 rows by `columns`, 16 deep. The first operand comes from registers and the
-/// second is read transposed, or both from shared memory as they lie.
+/// Returns the text of one product of a warpgroup: 64 rows by `columns`, 16 deep. Either the first operand comes from
+/// registers and the second is read transposed, or both come from shared memory untransposed.
 fn product(name: &str, columns: usize, from_registers: bool) -> String {
     let n = columns / 2;
     let list = |from: usize, to: usize| (from..to).map(|i| format!("%{i}")).collect::<Vec<_>>().join(", ");
@@ -111,7 +111,7 @@ fn product(name: &str, columns: usize, from_registers: bool) -> String {
     text
 }
 
-/// NVRTC with a folder of cubins.
+/// NVRTC with a cache folder of cubins.
 #[derive(Debug)]
 pub struct Compiler {
     nvrtc: Nvrtc,
@@ -119,7 +119,7 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Loads NVRTC from `nvrtc`, a file or folder, or by name. Cubins are kept in `cache`, where given.
+    /// Loads NVRTC from `nvrtc`, a file or folder, or by name. Cubins are cached in `cache`, if given.
     pub fn new(nvrtc: Option<&Path>, cache: Option<&Path>) -> Result<Self> {
         Ok(Self { nvrtc: Nvrtc::load(nvrtc)?, cache: cache.map(Into::into) })
     }
@@ -129,19 +129,19 @@ impl Compiler {
         self.nvrtc.version
     }
 
-    /// The cubin of a program and what the compiler said.
+    /// Compiles a program; returns the cubin and the compiler's log.
     pub fn compile(&self, program: &Program, chip: &str, options: &[&str]) -> Result<(Vec<u8>, String)> {
         let mut all = program.options(chip);
         all.extend(options.iter().map(|o| (*o).to_string()));
         self.nvrtc.compile(program.name, &program.source(), &all)
     }
 
-    /// Puts the cubin of a program into the folder, where it is not there yet.
+    /// Puts the cubin of a program into the folder, if it is not there yet.
     pub fn store(&self, program: &Program, chip: &str) -> Result<()> {
         self.cubin(program, chip, false).map(|_| ())
     }
 
-    /// The cubin, from the folder where it has been compiled before; `fresh` compiles anew.
+    /// Returns the cubin, from the folder if it is there; `fresh` always recompiles.
     pub(crate) fn cubin(&self, program: &Program, chip: &str, fresh: bool) -> Result<Vec<u8>> {
         let file = self.cache.as_ref().map(|folder| folder.join(self.file_name(program, chip)));
         if let (false, Some(file)) = (fresh, &file)
@@ -151,12 +151,12 @@ impl Compiler {
             return Ok(cubin);
         }
         let (cubin, log) = self.compile(program, chip, &[])?;
-        // Products of warpgroups that were serialised are right but slow: a fault of the source.
+        // Serialised products of warpgroups are correct but slow: a fault of the source.
         if log.contains("C7510") || log.contains("C7512") {
             return Err(Error::Compile { kernel: program.name.into(), log });
         }
         if let Some(file) = file {
-            // A cache that cannot be written costs time, not the answer.
+            // A cache that cannot be written costs only time.
             let _ = store(&file, &cubin);
         }
         Ok(cubin)
@@ -175,7 +175,7 @@ impl Compiler {
     }
 }
 
-/// Writes under another name first: a reader never sees half a file.
+/// Writes under another name first: a reader never sees a partial file.
 fn store(file: &Path, data: &[u8]) -> std::io::Result<()> {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = file.parent() {
@@ -187,7 +187,7 @@ fn store(file: &Path, data: &[u8]) -> std::io::Result<()> {
     std::fs::rename(&unfinished, file)
 }
 
-/// Fowler, Noll and Vo's hash, the same in every version of everything.
+/// Computes the hash of Fowler, Noll and Vo, which is stable across versions.
 fn fnv(data: &[u8], seed: u64) -> u64 {
     data.iter()
         .fold(0xcbf2_9ce4_8422_2325 ^ seed, |h, &b| (h ^ u64::from(b)).wrapping_mul(0x0000_0100_0000_01b3))

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Families of attention kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KernelFamily {
-    /// The plain form: any width, any element.
+    /// The portable form: any width, any element type.
     Any,
     /// `mma.sync` and `cp.async`: sm_80 and later.
     Mma,
@@ -18,14 +18,14 @@ pub enum KernelFamily {
     Wgmma,
 }
 
-/// Where things are found. Nothing is read from the environment.
+/// Paths and options for opening a device. Nothing is read from the environment.
 #[derive(Clone, Debug, Default)]
 pub struct Setup {
-    /// Folder in which cubins are kept.
+    /// Cache folder of cubins.
     pub cache: Option<PathBuf>,
-    /// NVRTC: its file, or the folder that holds it.
+    /// NVRTC: its file, or its folder.
     pub nvrtc: Option<PathBuf>,
-    /// The best family that may be used; the best that the chip has where absent.
+    /// Upper limit of the kernel family; if absent, the best one of the chip.
     pub family: Option<KernelFamily>,
 }
 
@@ -40,9 +40,9 @@ pub struct DeviceInfo {
     pub multiprocessors: usize,
     /// Bytes of memory.
     pub memory: usize,
-    /// Bytes a second that its memory moves at most.
+    /// Peak memory bandwidth, bytes per second.
     pub bandwidth: f64,
-    /// Operations a second of its tensor cores in bf16 at most, where known.
+    /// Peak bf16 rate of its tensor cores, operations per second, if known.
     pub peak_flops: Option<f64>,
     /// Version of CUDA that the driver supports.
     pub driver: (i32, i32),
@@ -53,7 +53,7 @@ pub struct DeviceInfo {
 }
 
 impl DeviceInfo {
-    /// The family of attention kernels for these widths.
+    /// Returns the family of attention kernels for these widths.
     pub fn family_for(&self, element: Element, d: usize, d_v: usize) -> KernelFamily {
         let half = matches!(element, Element::Bf16 | Element::F16);
         match self.family {
@@ -77,12 +77,12 @@ struct Inner {
     info: DeviceInfo,
     compiler: Compiler,
     modules: Mutex<HashMap<Program, Arc<Module>>>,
-    // Last: modules are unloaded before the context goes.
+    // Last field: modules are unloaded before the context is released.
     context: Arc<Context>,
 }
 
 impl Device {
-    /// GPUs that can be used; 0 without a driver. Never panics.
+    /// Returns the number of usable GPUs; 0 without a driver. Never panics.
     pub fn count() -> usize {
         driver::count()
     }
@@ -97,7 +97,7 @@ impl Device {
             Some(KernelFamily::Mma) => KernelFamily::Mma,
             _ => best,
         };
-        // Dense bf16 operations a cycle of one multiprocessor, by generation.
+        // Dense bf16 operations per cycle and multiprocessor, by generation.
         let per_cycle = match facts.capability {
             (8, 0) => Some(2048.0),
             (8, _) => Some(1024.0),
@@ -118,12 +118,12 @@ impl Device {
         Ok(Self { inner: Arc::new(Inner { info, compiler, modules: Mutex::new(HashMap::new()), context }) })
     }
 
-    /// Its properties.
+    /// Returns its properties.
     pub fn info(&self) -> &DeviceInfo {
         &self.inner.info
     }
 
-    /// Bytes of memory that are free now.
+    /// Returns the bytes of free memory.
     pub fn free_bytes(&self) -> usize {
         self.inner.context.free_bytes()
     }
@@ -132,7 +132,7 @@ impl Device {
         &self.inner.context
     }
 
-    /// A kernel of a program, compiled if it has not been.
+    /// Returns a kernel of a program, compiled on first use.
     pub(crate) fn kernel(&self, program: &Program, name: &str, shared: usize) -> Result<Kernel> {
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = modules.get(program) {
@@ -142,7 +142,7 @@ impl Device {
         let cubin = self.inner.compiler.cubin(program, &chip, false)?;
         let module = match Module::load(&self.inner.context, &cubin) {
             Ok(module) => module,
-            // A spoilt file in the cache, or one of another chip.
+            // The cached file is corrupt or of another chip.
             Err(_) => Module::load(&self.inner.context, &self.inner.compiler.cubin(program, &chip, true)?)?,
         };
         let module = Arc::new(module);

@@ -1,16 +1,16 @@
-//! The driver behind safe functions: context, modules, launches, memory, streams, events, graphs and tensor maps.
+//! Safe wrappers of the driver: context, modules, launches, memory, streams, events, graphs and tensor maps.
 //!
-//! `cudarc` panics when the driver's library is missing, so presence is looked up once by hand before its first call.
+//! `cudarc` panics if the driver's library is missing: its presence is checked once before the first call.
 
 use crate::{Error, Result};
 use cudarc::driver::{result, sys};
 use std::ffi::{CString, c_void};
 use std::sync::{Arc, OnceLock};
 
-/// Version of CUDA that the driver must support.
+/// Oldest CUDA version that the driver must support.
 const NEEDED: i32 = 13_000;
 
-/// Whether a driver is there that is new enough.
+/// Fails if there is no driver, or if it is too old.
 pub(crate) fn presence() -> Result<()> {
     static FOUND: OnceLock<Result<()>> = OnceLock::new();
     FOUND
@@ -45,7 +45,7 @@ fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     code.result().map_err(|e| driver_error(call, e))
 }
 
-/// GPUs that the driver sees; none without a driver.
+/// Returns the number of GPUs that the driver sees; 0 without a driver.
 pub(crate) fn count() -> usize {
     if presence().is_err() {
         return 0;
@@ -73,7 +73,7 @@ pub(crate) struct Context {
     device: sys::CUdevice,
 }
 
-// SAFETY: a context may be made current on any thread; the driver locks what it must.
+// SAFETY: a context may be made current on any thread; the driver does its own locking.
 unsafe impl Send for Context {}
 // SAFETY: as above.
 unsafe impl Sync for Context {}
@@ -162,7 +162,7 @@ impl Memory {
         self.bytes
     }
 
-    /// Copies from the host, and waits for it.
+    /// Copies from the host, and waits for the copy.
     pub(crate) fn write(&self, at: usize, data: &[u8]) -> Result<()> {
         if at + data.len() > self.bytes {
             return Err(attlas::Error::shape("device buffer", self.bytes, at + data.len()).into());
@@ -204,7 +204,7 @@ impl Memory {
         finish_default_stream()
     }
 
-    /// Copies some bytes of another buffer, in order with the work of `stream`.
+    /// Copies bytes of another buffer, in order with the work of `stream`.
     pub(crate) fn copy_range(
         &self,
         from: &Memory,
@@ -223,8 +223,8 @@ impl Memory {
     }
 }
 
-/// Waits for the default stream. Copies of pageable memory return once it is staged, and fills at once, before the
-/// device has the bytes; our streams do not wait for the default one, so that a kernel could read what was there before.
+/// Waits for the default stream. Copies of pageable memory return once it is staged, and fills return at once, before
+/// the device has the bytes. Our streams do not wait for the default one: without this, a kernel could read old data.
 fn finish_default_stream() -> Result<()> {
     // SAFETY: null names the default stream, which every context has.
     unsafe { result::stream::synchronize(std::ptr::null_mut()) }
@@ -240,7 +240,7 @@ impl Drop for Memory {
     }
 }
 
-/// A stream: ours, or one of another library.
+/// A stream, our own or of another library.
 #[derive(Debug)]
 pub(crate) struct Stream {
     context: Arc<Context>,
@@ -273,7 +273,7 @@ impl Stream {
         unsafe { result::stream::synchronize(self.raw) }.map_err(|e| driver_error("cuStreamSynchronize", e))
     }
 
-    /// Records what `work` puts on the stream instead of running it.
+    /// Records the work that `work` puts on the stream, instead of running it.
     pub(crate) fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.context.bind()?;
         let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
@@ -332,7 +332,7 @@ pub struct Event {
 unsafe impl Send for Event {}
 
 impl Event {
-    /// Milliseconds from `earlier` to this event, once both have come.
+    /// Returns the milliseconds from `earlier` to this event, after waiting for both.
     pub fn milliseconds_since(&self, earlier: &Event) -> Result<f32> {
         self.context.bind()?;
         // SAFETY: the event is alive.
@@ -352,7 +352,7 @@ impl Drop for Event {
     }
 }
 
-/// Work that was recorded once and can be put on a stream at one stroke.
+/// Recorded work that can be launched on a stream at once.
 #[derive(Debug)]
 pub struct Graph {
     context: Arc<Context>,
@@ -399,7 +399,7 @@ impl Module {
         // SAFETY: the module is alive.
         let raw = unsafe { result::module::get_function(self.raw, c_name) }
             .map_err(|e| driver_error("cuModuleGetFunction", e))?;
-        // 48 KiB are free to take, static shared memory included.
+        // Up to 48 KiB, including static shared memory, need no attribute.
         if shared > 32 << 10 {
             let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: the function is alive.
@@ -432,7 +432,7 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// A tensor as kernels take it.
+/// A tensor argument of kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct View {
@@ -441,7 +441,7 @@ pub(crate) struct View {
     pub(crate) strides: [i64; 3],
 }
 
-/// Sizes as kernels take them.
+/// A sizes argument of kernels.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sizes {
@@ -482,8 +482,8 @@ impl Arg<'_> {
 }
 
 impl Kernel {
-    /// Puts a launch on the stream. The arguments must be those of the kernel's signature; every caller stands beside the
-    /// kernel's source in `prims`.
+    /// Puts a launch on the stream. The arguments must match the kernel's signature; every caller in `prims` has the
+    /// kernel's source beside it.
     pub(crate) fn launch(
         &self,
         stream: &Stream,
@@ -516,7 +516,7 @@ impl Kernel {
     }
 }
 
-/// Descriptor that the copy engine reads.
+/// Descriptor for the copy engine.
 #[repr(C, align(64))]
 #[derive(Clone, Copy)]
 pub(crate) struct TensorMap(sys::CUtensorMap);
@@ -528,8 +528,8 @@ impl std::fmt::Debug for TensorMap {
 }
 
 impl TensorMap {
-    /// Boxes of 64 columns and `rows` rows of a tensor of 16-bit elements, with the 128-byte swizzle. `dims` are columns,
-    /// rows, heads and batch, `strides` the elements between neighbours along the last three.
+    /// Describes boxes of 64 columns and `rows` rows of a tensor of 16-bit elements, with the 128-byte swizzle. `dims`
+    /// are columns, rows, heads and batch; `strides` are those of the last three, in elements.
     pub(crate) fn new(
         half: bool,
         address: u64,

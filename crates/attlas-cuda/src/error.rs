@@ -1,22 +1,22 @@
-//! Why the device refused.
+//! Errors of the device.
 
 /// Result of anything in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a call failed. Nothing has been written to any output when planning or preparing a launch fails.
+/// Reason why a call failed. If planning or preparing a launch fails, no output has been written.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The driver's library is not there.
+    /// The driver's library is missing.
     #[error("no NVIDIA driver: {reason}")]
     NoDriver {
         /// Message of the loader.
         reason: String,
     },
-    /// The driver sees no GPU of that number.
+    /// The driver sees no GPU with that number.
     #[error("no GPU {ordinal}: the driver sees {count}")]
     NoDevice {
-        /// The GPU asked for.
+        /// The requested GPU.
         ordinal: usize,
         /// GPUs that exist.
         count: usize,
@@ -29,7 +29,7 @@ pub enum Error {
         /// Its compute capability.
         capability: (i32, i32),
     },
-    /// NVRTC is not there.
+    /// NVRTC is missing.
     #[error(
         "no NVRTC: looked for {}; install the Python package nvidia-cuda-nvrtc or a CUDA toolkit of version 13",
         looked_for.join(", ")
@@ -51,13 +51,13 @@ pub enum Error {
     OldDriver {
         /// Version of CUDA it supports, as 1000 · major + 10 · minor.
         have: i32,
-        /// Requirement that is not met.
+        /// The required version.
         need: i32,
     },
-    /// Memory of the device is used up.
+    /// The device is out of memory.
     #[error("{asked} bytes of device memory are needed, {free} are free")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Bytes requested.
         asked: usize,
         /// Bytes that were free.
         free: usize,

@@ -1,4 +1,4 @@
-//! Device forms over host tensors: the one file that knows both contracts.
+//! Device forms over host tensors: the only file that uses both interfaces.
 
 use crate::plan::{NO_NEAR, NO_SOFTCAP};
 use crate::registry::FORMS;
@@ -24,9 +24,9 @@ fn element_of(dtype: DType) -> Element {
     }
 }
 
-/// The registry entry with `build` replaced by the device form over host tensors, for the testkit and the lab. The
-/// process's first device serves all of them. Exact limits hold bit for bit against the device's own `exact` alone, so the
-/// entry does not claim them against the host's; settings that the device refuses are no probes.
+/// Returns the registry entry with `build` replaced by the device form over host tensors, for the testkit and the lab.
+/// The process's first device serves all entries. Exact limits are bit-identical only to the device's own `exact`: the
+/// entry does not claim them against the host. Settings that the device refuses are no probes.
 pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
     let device = DEVICE.get_or_init(|| device.clone());
     let at = FORMS.iter().position(|f| std::ptr::eq(*f, form)).unwrap_or(0);
@@ -60,7 +60,7 @@ pub fn on_host(form: &'static Form, device: &Device) -> &'static Method {
 
 type Entry = (Build, fn(&Problem, &Options) -> Support);
 
-/// Plain functions for each place of [`FORMS`]: a registry entry cannot hold anything else.
+/// Plain functions for each index of [`FORMS`]: a registry entry cannot contain closures.
 static ENTRIES: &[Entry] = &[
     (build_at::<0>, supports_at::<0>),
     (build_at::<1>, supports_at::<1>),
@@ -110,7 +110,7 @@ fn build_at<const I: usize>(p: &Problem, o: &Options, c: Option<&Calibration>) -
         cost,
         plans: Mutex::new(HashMap::new()),
     };
-    // What only the device form's constructor refuses is refused here, not in the first run.
+    // Refusals by the device form's constructor must come here, not in the first run.
     on_device.with_plan(Element::F64, |_| Ok(()))?;
     Ok(Box::new(on_device))
 }
@@ -224,7 +224,7 @@ impl Plan for OnHost {
             let ws = DeviceWorkspace::new(device()?)?;
             Ok(Some(HostStream { stream: stream?, ws, problem: self.problem, element }))
         });
-        // A stream that cannot be made is reported when it is first used elsewhere; here there is none.
+        // The plan itself reports a stream that cannot be made on first use; here there is none.
         made.ok().flatten().map(|s| Box::new(s) as Box<dyn Stream>)
     }
 }
@@ -253,7 +253,7 @@ impl HostStream {
         Ok(self.ws.synchronize()?)
     }
 
-    /// Token by token.
+    /// Appends tokens one by one.
     fn extend_typed<T: Real>(&mut self, x: &Qkv<'_, T>, out: &mut Out<'_, T>) -> Result<RunInfo> {
         let tokens = x.k.dims()[2];
         let p = self.problem.with_lens(tokens, tokens);

@@ -1,10 +1,11 @@
 //! Attention methods of the registry on NVIDIA GPUs: same ids, same options, same claims, same checks.
 //!
-//! Kernels are CUDA C++ sources of this crate, compiled by NVRTC when a plan first needs them; the driver is loaded when
-//! it is first called. Nothing of CUDA is needed to build, and without a GPU every call says what is missing.
+//! Kernels are CUDA C++ sources of this crate, compiled by NVRTC when a plan first needs them; the driver is loaded on
+//! its first call. Building needs nothing of CUDA, and without a GPU every call returns an error that names what is
+//! missing.
 //!
-//! [`plan`] plans a method for tensors on the device; [`on_host`] turns a device form into an [`attlas::Method`] over host
-//! tensors, so that everything that runs methods runs device forms.
+//! [`plan`] plans a method for tensors on the device; [`on_host`] turns a device form into an [`attlas::Method`] over
+//! host tensors, which runs wherever methods run.
 //!
 //! ```
 //! use attlas_cuda::{Device, Setup};

@@ -1,4 +1,4 @@
-//! NVRTC by its C interface, loaded from a path or by name.
+//! NVRTC through its C interface, loaded from a path or by name.
 
 use crate::{Error, Result};
 use libloading::Library;
@@ -9,7 +9,7 @@ type Program = *mut c_void;
 type Text = unsafe extern "C" fn(Program, *mut c_char) -> i32;
 type Length = unsafe extern "C" fn(Program, *mut usize) -> i32;
 
-/// The library and the functions that are called.
+/// The library and its functions.
 #[derive(Debug)]
 pub(crate) struct Nvrtc {
     create: unsafe extern "C" fn(
@@ -31,7 +31,7 @@ pub(crate) struct Nvrtc {
 }
 
 impl Nvrtc {
-    /// Loads it from `path`, a file or a folder that holds it, or by its name.
+    /// Loads it from `path`, a file or its folder, or by its name.
     pub(crate) fn load(path: Option<&Path>) -> Result<Self> {
         let mut looked_for = Vec::new();
         let mut names: Vec<PathBuf> = Vec::new();
@@ -43,7 +43,7 @@ impl Nvrtc {
             }
         }
         for name in names {
-            // The library of built-in functions lies beside it and is asked for by name alone.
+            // The library of built-in functions is in the same folder, and NVRTC loads it only by name.
             let beside = name.parent().filter(|d| d.is_dir()).and_then(|d| std::fs::read_dir(d).ok());
             let mut libraries: Vec<Library> = beside
                 .into_iter()
@@ -96,7 +96,7 @@ impl Nvrtc {
         }
     }
 
-    /// Compiles to a cubin; gives it with the log.
+    /// Compiles to a cubin; returns it with the log.
     pub(crate) fn compile(&self, name: &str, source: &str, options: &[String]) -> Result<(Vec<u8>, String)> {
         let text = |s: &str| CString::new(s).unwrap_or_default();
         let (source, file) = (text(source), text(name));
@@ -111,7 +111,7 @@ impl Nvrtc {
         if code != 0 {
             return Err(failed(format!("nvrtcCreateProgram gave {code}")));
         }
-        // SAFETY: the program is alive; the array holds as many strings as said.
+        // SAFETY: the program is alive; the array has the given number of strings.
         let code = unsafe { (self.compile)(program, pointers.len() as i32, pointers.as_ptr()) };
         let log = self.fetch(program, self.log_len, self.log);
         let log = String::from_utf8_lossy(&log).trim_end_matches('\0').trim().to_string();

@@ -1,4 +1,4 @@
-//! Plans over tensors of the device.
+//! Plans over tensors on the device.
 
 use crate::driver::Stream;
 use crate::prims::contiguous;
@@ -21,11 +21,11 @@ pub struct DeviceQkv<'a> {
     pub k: DeviceRef<'a>,
     /// `[batch, n_kv_heads, n_k, d_v]`.
     pub v: DeviceRef<'a>,
-    /// Valid keys of each sequence; the rest is padding and is never read. All keys where absent.
+    /// Valid keys of each sequence; the rest is padding and is never read. All keys if absent.
     pub key_lens: Option<&'a [usize]>,
 }
 
-/// Where results go.
+/// Outputs on the device.
 #[derive(Debug)]
 pub struct DeviceOut<'a> {
     /// `[batch, n_heads, n_q, d_v]`.
@@ -34,23 +34,23 @@ pub struct DeviceOut<'a> {
     pub lse: Option<DeviceMut<'a>>,
 }
 
-/// A problem on the device with everything decided that can be decided before the data is seen.
+/// A plan on the device: all decisions about a problem that do not depend on the data.
 pub trait DevicePlan: Debug + Send + Sync {
-    /// The planned problem.
+    /// Returns the planned problem.
     fn problem(&self) -> &Problem;
 
-    /// Type of queries, keys, values and outputs.
+    /// Returns the type of queries, keys, values and outputs.
     fn element(&self) -> Element;
 
-    /// Counted work.
+    /// Returns the counted work.
     fn cost(&self) -> Cost;
 
-    /// Scratch memory that a run takes.
+    /// Returns the bytes of scratch memory of a run.
     fn workspace_bytes(&self) -> usize;
 
-    /// Puts the work on the workspace's stream and returns. Once [`DeviceWorkspace::reserve`] has made room, nothing is
-    /// allocated, copied from the host or waited for, so a run can be captured into a graph; a sequence whose number of
-    /// valid keys is met for the first time is planned first.
+    /// Puts the work on the workspace's stream and returns. After [`DeviceWorkspace::reserve`] a run allocates nothing,
+    /// copies nothing from the host and does not wait: it can be captured into a graph. A new number of valid keys of a
+    /// sequence is planned first.
     fn execute(
         &self,
         x: &DeviceQkv<'_>,
@@ -58,14 +58,14 @@ pub trait DevicePlan: Debug + Send + Sync {
         ws: &mut DeviceWorkspace,
     ) -> Result<Pending>;
 
-    /// Decoding, with room for `capacity` tokens at first.
+    /// Returns a stream for decoding, initially with room for `capacity` tokens.
     fn stream(&self, capacity: usize) -> Option<Result<Box<dyn DeviceStream>>> {
         let _ = capacity;
         None
     }
 }
 
-/// Decoding on the device: keys and values stay there.
+/// Decoding with keys and values on the device.
 pub trait DeviceStream: Debug + Send {
     /// Appends the keys and values of some tokens.
     fn push(&mut self, k: DeviceRef<'_>, v: DeviceRef<'_>, ws: &mut DeviceWorkspace) -> Result<()>;
@@ -78,19 +78,19 @@ pub trait DeviceStream: Debug + Send {
         ws: &mut DeviceWorkspace,
     ) -> Result<Pending>;
 
-    /// Tokens pushed so far.
+    /// Returns the number of tokens pushed so far.
     fn len(&self) -> usize;
 
-    /// No token has been pushed.
+    /// Returns true if no token has been pushed.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of state held now.
+    /// Returns the bytes of the current state.
     fn state_bytes(&self) -> usize;
 }
 
-/// Report of a run, read back on request. Dropping it costs nothing.
+/// Report of a run, read back on request. It can be dropped without waiting.
 #[derive(Debug)]
 pub struct Pending {
     info: RunInfo,
@@ -102,7 +102,7 @@ impl Pending {
         Self { info, stream: ws.stream().clone() }
     }
 
-    /// Waits for the run.
+    /// Waits for the run and returns its report.
     pub fn wait(self) -> Result<RunInfo> {
         self.stream.synchronize()?;
         Ok(self.info)
@@ -113,7 +113,7 @@ impl Pending {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Request<'a> {
     pub(crate) problem: &'a Problem,
-    /// Number of the first sequence of the problem: it names random streams.
+    /// Index of the first sequence of the problem, which identifies random streams.
     pub(crate) first_batch: usize,
     pub(crate) options: &'a Options,
     pub(crate) calibration: Option<&'a Calibration>,
@@ -121,7 +121,7 @@ pub(crate) struct Request<'a> {
     pub(crate) device: &'a Device,
 }
 
-/// Operands of one run, whose shapes were checked.
+/// Operands of one run, with checked shapes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Io<'a> {
     pub(crate) q: DeviceRef<'a>,
@@ -154,9 +154,9 @@ pub(crate) type Supports = fn(&Problem, &Options, Element, &DeviceInfo) -> Suppo
 pub struct Form {
     /// The method.
     pub method: &'static Method,
-    /// Whether it draws random numbers; some methods do so only with options that have no form on the device.
+    /// True if it draws random numbers; some methods draw only with options that have no device form.
     pub draws: bool,
-    /// Whether it decodes token by token.
+    /// True if it decodes token by token.
     pub decodes: bool,
     /// Reasons beyond the method's own: options without a device form.
     pub supports: Supports,
@@ -164,7 +164,7 @@ pub struct Form {
 }
 
 impl Form {
-    /// What the form promises: what the method does and it has, too. Gradients are taken on the host alone.
+    /// Returns the claims of the form: those of the method that it supports. Gradients are only on the host.
     pub fn claims(&self) -> Claims {
         let Claims { decode, .. } = self.method.claims;
         let decode = decode && self.decodes;
@@ -172,12 +172,12 @@ impl Form {
     }
 }
 
-/// Why a near field is refused.
+/// Reason for refusing a near field.
 pub(crate) const NO_NEAR: &str = "a near field has no form on the device: leave near.* out";
-/// Why capped logits are refused.
+/// Reason for refusing capped logits.
 pub(crate) const NO_SOFTCAP: &str = "capped logits have no form on the device: leave softcap out";
 
-/// Plans the method `id` on a device, or says everything that stands in the way.
+/// Plans the method `id` on a device; the error gives all reasons against it.
 pub fn plan(
     id: &str,
     problem: &Problem,
@@ -190,7 +190,7 @@ pub fn plan(
     problem.validate()?;
     let method = form.method;
     let (near, options) = &Near::split(problem.near, options, method.params)?;
-    // Methods that rank, hash or map queries never see the sign of the scale: as on the host, it goes into the queries.
+    // Methods that rank, hash or map queries expect a positive scale: as on the host, its sign goes into the queries.
     let negative = problem.scale < 0.0 && method.claims_with(options).softmax;
     let positive = &Problem { scale: if negative { -problem.scale } else { problem.scale }, ..*problem };
     let mut reasons = (method.supports)(positive, options).reasons;
@@ -241,7 +241,7 @@ struct Planned {
     device: Device,
     cost: Cost,
     core: Box<dyn Core>,
-    /// The problem of `core`, and the kernel that takes the sign of the scale into the queries where they differ.
+    /// The problem of `core`, and, if the scale is negative, the kernel that moves its sign into the queries.
     positive: Problem,
     negate: Option<Negate>,
     /// Plans of single sequences with fewer valid keys, by sequence and number of keys.
@@ -284,14 +284,14 @@ impl Planned {
         Ok(Io { q: x.q, k: x.k, v: x.v, o, lse })
     }
 
-    /// Scratch memory of negated queries.
+    /// Returns the scratch memory of negated queries.
     fn negated_bytes(&self) -> usize {
         let p = &self.problem;
         let bytes = p.batch * p.n_heads * p.n_q * p.d * self.element.bytes();
         if self.negate.is_some() { padded(bytes) } else { 0 }
     }
 
-    /// The operands that `core` takes.
+    /// Returns the operands for `core`.
     fn signed<'a>(&self, io: Io<'a>, ws: &mut DeviceWorkspace) -> Result<Io<'a>> {
         let Some(negate) = &self.negate else { return Ok(io) };
         let p = &self.problem;
@@ -300,7 +300,7 @@ impl Planned {
         Ok(Io { q: DeviceRef::scratch(to, self.element, io.q.dims()), ..io })
     }
 
-    /// The plan of one sequence with `keys` valid keys.
+    /// Returns the plan of one sequence with `keys` valid keys.
     fn sequence(&self, batch: usize, keys: usize) -> Result<Arc<dyn Core>> {
         let mut plans = self.shorter.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(core) = plans.get(&(batch, keys)) {
@@ -402,7 +402,7 @@ impl DevicePlan for Planned {
     }
 }
 
-/// A stream for a positive scale, asked with negated queries.
+/// A stream for a positive scale that receives negated queries.
 #[derive(Debug)]
 struct NegatedStream {
     inner: Box<dyn DeviceStream>,
@@ -441,7 +441,7 @@ impl DeviceStream for NegatedStream {
     }
 }
 
-/// An error that names what a device form does not do.
+/// Creates the error for an unsupported setting of a device form.
 pub(crate) fn unsupported(id: &str, reason: impl Into<String>) -> Error {
     attlas::Error::Unsupported { method: id.into(), reasons: vec![reason.into()] }.into()
 }

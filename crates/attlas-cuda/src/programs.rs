@@ -1,4 +1,4 @@
-//! Every program: which sources with which constants. The check that compiles all kernels walks over [`all`].
+//! All programs: their sources and constants. The check that compiles all kernels iterates over [`all`].
 
 use crate::Element;
 pub use crate::compile::Program;
@@ -23,12 +23,12 @@ const SIGNED: &str = include_str!("../kernels/signed.cu");
 const POOL: &str = include_str!("../kernels/pool.cu");
 const RANKED: &str = include_str!("../kernels/ranked.cu");
 
-/// The plain forms.
+/// Portable forms.
 pub(crate) fn any(element: Element) -> Program {
     Program::new("any", element, &[COMMON, BLOCKS, RUNNING, ANY])
 }
 
-/// Hashing; for tensor cores where `d` is given.
+/// Hashing; on tensor cores if `d` is given.
 pub(crate) fn hash(element: Element, d: Option<usize>) -> Program {
     let program = Program::new("hash", element, &[COMMON, HASH]);
     match d {
@@ -85,13 +85,13 @@ impl Wgmma {
     }
 }
 
-/// How rows are written.
+/// Form in which rows are written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) enum Write {
     /// As elements.
     #[default]
     Direct,
-    /// In the type of sums, joined to what is there.
+    /// In the type of sums, merged with existing parts.
     Join,
     /// In the type of sums, as the first part.
     First,
@@ -136,7 +136,7 @@ pub(crate) fn decode(element: Element, d: usize) -> Program {
     Program::new("decode", element, &[COMMON, DECODE]).with("D", d)
 }
 
-/// Linear attention by tensor cores, features of 64 columns.
+/// Linear attention on tensor cores, features of 64 columns.
 pub(crate) fn linear(element: Element) -> Program {
     Program::new("linear", element, &[COMMON, LINEAR])
 }
@@ -156,7 +156,7 @@ pub(crate) fn features(element: Element) -> Program {
     Program::new("features", element, &[COMMON, FEATURES])
 }
 
-/// Linear attention with exponential features by tensor cores: directions in tiles of 16, with one sign or both.
+/// Linear attention with exponential features on tensor cores: directions in tiles of 16, with one sign or both.
 pub(crate) fn exponential(tiles: usize, signs: usize, causal: bool) -> Program {
     Program::new("exponential", Element::Bf16, &[COMMON, EXPONENTIAL])
         .with("TILES", tiles)
@@ -179,7 +179,7 @@ pub(crate) fn ranked(element: Element) -> Program {
     Program::new("ranked", element, &[COMMON, RUNNING, RANKED])
 }
 
-/// Every program that a plan can ask for, the larger families by their usual shapes.
+/// Returns every program that a plan can use, the larger families in their usual shapes.
 pub fn all() -> Vec<Program> {
     let mut all = vec![sort()];
     for element in Element::ALL {

@@ -20,7 +20,7 @@ pub static FORMS: &[&Form] = &[
     &methods::linformer::FORM,
 ];
 
-/// The device form of a method, or an error that says why there is none.
+/// Returns the device form of a method; if there is none, the error gives the reason.
 pub fn form(id: &str) -> Result<&'static Form> {
     attlas::registry::method(id)?;
     FORMS.iter().copied().find(|f| f.method.id == id).ok_or_else(|| {

@@ -20,10 +20,10 @@ pub enum Element {
 }
 
 impl Element {
-    /// All of them.
+    /// All types.
     pub const ALL: [Element; 4] = [Element::Bf16, Element::F16, Element::F32, Element::F64];
 
-    /// Bytes of one element.
+    /// Returns the bytes of one element.
     pub fn bytes(self) -> usize {
         match self {
             Element::Bf16 | Element::F16 => 2,
@@ -32,13 +32,13 @@ impl Element {
         }
     }
 
-    /// Type of sums and of the log-sum-exp.
+    /// Returns the type of sums and of the log-sum-exp.
     #[must_use]
     pub fn sum(self) -> Element {
         if self == Element::F64 { Element::F64 } else { Element::F32 }
     }
 
-    /// Whether tensor cores take it.
+    /// Returns true for the types of tensor cores.
     pub fn is_half(self) -> bool {
         matches!(self, Element::Bf16 | Element::F16)
     }
@@ -62,7 +62,7 @@ impl Element {
         }
     }
 
-    /// `x` rounded to this type.
+    /// Rounds `x` to this type.
     pub fn round(self, x: f64) -> f64 {
         let mut bytes = Vec::with_capacity(8);
         self.encode(x, &mut bytes);
@@ -78,7 +78,7 @@ pub struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
-    /// Room for `len` elements, unspecified at first.
+    /// Allocates `len` uninitialised elements.
     pub fn new(device: &Device, element: Element, len: usize) -> Result<Self> {
         let bytes = len
             .checked_mul(element.bytes())
@@ -86,14 +86,14 @@ impl DeviceBuffer {
         Ok(Self { memory: Arc::new(Memory::new(device.context(), bytes)?), element })
     }
 
-    /// Elements from the host, rounded to the element type.
+    /// Copies elements from the host, rounded to the element type.
     pub fn from_host(device: &Device, element: Element, data: &[f64]) -> Result<Self> {
         let buffer = Self::new(device, element, data.len())?;
         buffer.write(data)?;
         Ok(buffer)
     }
 
-    /// Integers, as kernels read them.
+    /// Copies integers for kernels.
     pub(crate) fn from_ints(device: &Device, data: &[u32]) -> Result<Self> {
         let buffer = Self::new(device, Element::F32, data.len())?;
         let bytes: Vec<u8> = data.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -101,21 +101,21 @@ impl DeviceBuffer {
         Ok(buffer)
     }
 
-    /// Writes elements from the beginning on, and waits for it.
+    /// Writes elements from the start of the buffer, and waits for the copy.
     pub fn write(&self, data: &[f64]) -> Result<()> {
         let mut bytes = Vec::with_capacity(data.len() * self.element.bytes());
         data.iter().for_each(|&x| self.element.encode(x, &mut bytes));
         self.memory.write(0, &bytes)
     }
 
-    /// All elements, after all work of the device.
+    /// Reads all elements, after all work of the device.
     pub fn read(&self) -> Result<Vec<f64>> {
         let mut bytes = vec![0; self.memory.bytes()];
         self.memory.read(0, &mut bytes)?;
         Ok(bytes.chunks_exact(self.element.bytes()).map(|b| self.element.decode(b)).collect())
     }
 
-    /// All bytes, after all work of the device.
+    /// Reads all bytes, after all work of the device.
     pub fn read_bytes(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.memory.bytes()];
         self.memory.read(0, &mut bytes)?;
@@ -132,12 +132,12 @@ impl DeviceBuffer {
         self.element
     }
 
-    /// Elements it holds.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.memory.bytes() / self.element.bytes()
     }
 
-    /// It holds none.
+    /// Returns true if it has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -227,25 +227,25 @@ impl<'a> DeviceRef<'a> {
         View { address: self.address, strides: self.strides.map(|s| s as i64) }
     }
 
-    /// Scratch memory as a tensor.
+    /// Views scratch memory as a tensor.
     pub(crate) fn scratch(view: View, element: Element, dims: Dims) -> Self {
         let strides = view.strides.map(|s| s as usize);
         Self { address: view.address, element, dims, strides, lives: PhantomData }
     }
 
-    /// `count` rows from `first` on.
+    /// Returns `count` rows from `first` on.
     pub(crate) fn rows(&self, first: usize, count: usize) -> Self {
         let [b, h, _, c] = self.dims;
         let address = self.address + (first * self.strides[2] * self.element.bytes()) as u64;
         Self { address, dims: [b, h, count, c], ..*self }
     }
 
-    /// The same sizes at another place.
+    /// Returns a tensor of the same sizes at another place.
     pub(crate) fn moved(&self, to: View) -> Self {
         Self { address: to.address, strides: to.strides.map(|s| s as usize), ..*self }
     }
 
-    /// One sequence, and its first `rows` rows.
+    /// Returns the first `rows` rows of one sequence.
     pub(crate) fn sequence(&self, batch: usize, rows: usize) -> Self {
         let [_, h, n, c] = self.dims;
         let address = self.address + (batch * self.strides[0] * self.element.bytes()) as u64;
@@ -253,7 +253,7 @@ impl<'a> DeviceRef<'a> {
     }
 }
 
-/// The same, to be written.
+/// A writable tensor on the device, like [`DeviceRef`].
 #[derive(Debug)]
 pub struct DeviceMut<'a> {
     to: DeviceRef<'a>,

@@ -5,7 +5,7 @@ use crate::{Device, Result};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// Pieces of scratch memory start at multiples of this.
+/// Alignment of pieces of scratch memory.
 const ALIGN: usize = 256;
 
 /// A stream and scratch memory on the device; owned by the caller, reused from call to call.
@@ -19,13 +19,13 @@ pub struct DeviceWorkspace {
 }
 
 impl DeviceWorkspace {
-    /// With a stream of its own.
+    /// Creates a workspace with its own stream.
     pub fn new(device: &Device) -> Result<Self> {
         let stream = Arc::new(Stream::new(device.context())?);
         Ok(Self { device: device.clone(), stream, arena: None, used: 0, poison: false })
     }
 
-    /// On a stream of another library, such as the current one of torch.
+    /// Creates a workspace on a stream of another library, such as the current one of torch.
     ///
     /// # Safety
     /// `stream` belongs to the device's primary context and outlives the workspace.
@@ -36,7 +36,7 @@ impl DeviceWorkspace {
         Ok(Self { device: device.clone(), stream, arena: None, used: 0, poison: false })
     }
 
-    /// Makes room for plans that need `bytes` of scratch memory.
+    /// Reserves `bytes` of scratch memory for plans.
     pub fn reserve(&mut self, bytes: usize) -> Result<()> {
         if self.arena.as_ref().is_none_or(|a| a.bytes() < bytes) {
             self.stream.synchronize()?;
@@ -62,7 +62,7 @@ impl DeviceWorkspace {
         self.stream.synchronize()
     }
 
-    /// Records what `work` puts on the stream, to be replayed.
+    /// Records the work that `work` puts on the stream, for [`replay`](Self::replay).
     pub fn capture(&mut self, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<Graph> {
         let stream = self.stream.clone();
         stream.capture(|| work(self))
@@ -82,22 +82,22 @@ impl DeviceWorkspace {
         &self.stream
     }
 
-    /// Gives back everything that was taken.
+    /// Frees all scratch memory taken.
     pub(crate) fn reset(&mut self) {
         self.used = 0;
     }
 
-    /// Bytes taken so far, to be passed to `rewind`.
+    /// Returns the bytes taken so far, for `rewind`.
     pub(crate) fn mark(&self) -> usize {
         self.used
     }
 
-    /// Gives back what was taken after `mark`. Work on one stream runs in order, so the memory can be taken again at once.
+    /// Frees the scratch memory taken after `mark`. Work on one stream runs in order: the memory can be reused at once.
     pub(crate) fn rewind(&mut self, mark: usize) {
         self.used = mark;
     }
 
-    /// The address of `bytes` of scratch memory, which `reserve` has made room for.
+    /// Takes `bytes` of reserved scratch memory and returns the address.
     pub(crate) fn take(&mut self, bytes: usize) -> Result<u64> {
         let (at, room) = (self.used, self.arena.as_ref().map_or(0, Memory::bytes));
         let end = at + padded(bytes);
@@ -109,7 +109,7 @@ impl DeviceWorkspace {
     }
 }
 
-/// Arena bytes that an allocation of `bytes` occupies.
+/// Returns the arena bytes of an allocation of `bytes`.
 pub(crate) fn padded(bytes: usize) -> usize {
     bytes.max(1).next_multiple_of(ALIGN)
 }

@@ -1,4 +1,4 @@
-//! The fuzz targets: every function that reads a file from elsewhere, and the use of what it returned.
+//! The fuzz targets: every function that reads an untrusted file, with some use of its result.
 //!
 //! The binary of this crate mutates files without instrumentation; `fuzz/` runs the same targets under libFuzzer.
 
@@ -14,16 +14,16 @@ use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A parser and what follows it.
+/// A parser with some use of its result.
 #[derive(Debug)]
 pub struct Target {
-    /// Its name, and that of its corpus.
+    /// Name of the target and of its corpus.
     pub name: &'static str,
-    /// Reads an input and uses what was read; the error's text where it was refused.
+    /// Reads an input and uses the result; returns the error's text if it was refused.
     pub run: fn(&[u8]) -> Result<(), String>,
 }
 
-/// All of them.
+/// All targets.
 pub static TARGETS: [Target; 14] = [
     Target { name: "gguf", run: gguf },
     Target { name: "gguf_vocabulary", run: gguf_vocabulary },
@@ -143,13 +143,13 @@ fn recipe(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// The model that recipes are resolved for.
+/// Returns the model for which recipes are resolved.
 const CONFIG: &[u8] =
     br#"{"model_type": "llama", "hidden_size": 8, "intermediate_size": 4, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 4,
     "max_position_embeddings": 64}"#;
 
-/// Removes the files of this process.
+/// Removes this process's files.
 pub fn tidy() {
     for name in ["trace", "folder"] {
         let path = scratch(name);
@@ -157,14 +157,14 @@ pub fn tidy() {
     }
 }
 
-/// An error's text without the path of the file.
+/// Returns an error's text without the path of the file.
 fn about(path: &Path, error: impl std::fmt::Display) -> String {
     text(error).replace(&format!("{}", path.display()), "")
 }
 
-/// A folder of this process for files that are only read by path.
+/// Returns this process's folder for files that can only be read by path.
 fn scratch(name: &str) -> PathBuf {
-    // Files in memory where the system has such a place: thousands are written.
+    // Files in memory if the system supports it: thousands are written.
     let memory = Path::new("/dev/shm");
     let base = if memory.is_dir() { memory.to_path_buf() } else { std::env::temp_dir() };
     let path = base.join(format!("attlas-fuzz-{}", std::process::id())).join(name);
@@ -193,7 +193,7 @@ fn calibrations(bytes: &[u8]) -> Result<(), String> {
     read.entries().iter().try_for_each(|e| attend_with(&e.calibration).map_err(text))
 }
 
-/// A few tokens in the shape that a calibration says it was made for, unless that is large.
+/// Plans a few tokens in the shape of a calibration, unless that is large.
 fn attend_with(c: &Calibration) -> attlas::Result<()> {
     const N: usize = 12;
     let method = registry::method(&c.method)?;
@@ -208,7 +208,7 @@ fn attend_with(c: &Calibration) -> attlas::Result<()> {
     THREADS.with_borrow_mut(|threads| plan.execute(&inputs, &mut out, threads)).map(drop)
 }
 
-/// A source on the first line, settings of methods on the others.
+/// Parses a source on the first line and settings of methods on the others.
 fn arguments(bytes: &[u8]) -> Result<(), String> {
     let lines = String::from_utf8_lossy(bytes);
     let mut lines = lines.lines();
@@ -220,7 +220,7 @@ fn arguments(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// A folder in one input: each file after a line `=== name`.
+/// Unpacks a folder from one input: each file follows a line `=== name`.
 fn folder(bytes: &[u8]) -> Result<(), String> {
     let folder = scratch("folder");
     let parts = split(bytes);
@@ -236,7 +236,7 @@ fn folder(bytes: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-/// File names that a folder may hold.
+/// File names allowed in a folder.
 const FILES: [&str; 7] = [
     "config.json",
     "generation_config.json",

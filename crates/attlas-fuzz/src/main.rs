@@ -1,11 +1,11 @@
-//! Mutated files against every parser: nothing may panic, hang or set aside more memory than the file is worth.
+//! Runs every parser on mutated files: none may panic, hang or allocate memory out of proportion to the file.
 //!
-//! For each target the files of `corpus/<target>` are run as they are, then mutated, one to six changes at a time,
-//! until the time is over. An input whose outcome is new (an error that reads differently, numbers left out) joins
-//! the inputs that are mutated further: that takes the place of coverage, and needs no instrumented build (`fuzz/`
-//! runs the same targets under libFuzzer with coverage and the address sanitizer). The sequence depends on the seed alone, so `--seed` and `--runs` repeat it.
+//! For each target the files of `corpus/<target>` run unchanged, then mutated, with one to six changes at a time, until
+//! the time is over. An input with a new outcome (a different error text, ignoring numbers) joins the inputs to mutate:
+//! this replaces coverage and needs no instrumented build (`fuzz/` runs the same targets under libFuzzer with coverage
+//! and the address sanitizer). The sequence depends only on the seed: `--seed` and `--runs` repeat it.
 //!
-//! A failure leaves its input in `--out` and ends with status 1; `--replay FILE` runs it again.
+//! A failure writes its input to `--out` and ends with status 1; `--replay FILE` reruns it.
 
 #![forbid(unsafe_code)]
 
@@ -24,21 +24,21 @@ use std::time::{Duration, Instant};
 #[global_allocator]
 static MEMORY: PeakAlloc = PeakAlloc;
 
-/// Memory that any input may cost, caches of regular expressions and thread pools included.
+/// Memory allowed for any input, including caches of regular expressions and thread pools.
 const FREE_BYTES: usize = 32 << 20;
-/// Further memory for each byte of an input.
+/// Additional memory allowed per byte of an input.
 const BYTES_PER_BYTE: usize = 256;
-/// One input that takes longer hangs, on any machine.
+/// Time above which an input counts as hanging, on any machine.
 const LONGEST: Duration = Duration::from_secs(20);
-/// Inputs are kept shorter than this.
+/// Largest size of inputs.
 const MAX_LEN: usize = 1 << 16;
-/// Inputs that join the corpus, at most; beyond that they replace each other.
+/// Most inputs that join the corpus; further ones replace others.
 const MAX_KEPT: usize = 64;
 
 #[derive(Parser)]
 #[command(about = "Runs mutated files against every parser")]
 struct Args {
-    /// Targets to run; all of them where none is named.
+    /// Targets to run; by default all.
     targets: Vec<String>,
     /// Seconds for each target.
     #[arg(long, default_value_t = 5.0)]
@@ -49,18 +49,18 @@ struct Args {
     /// Seed of the mutations.
     #[arg(long, default_value_t = 1)]
     seed: u64,
-    /// Where an input that failed is left.
+    /// Folder for failing inputs.
     #[arg(long, default_value = "target/fuzz")]
     out: PathBuf,
-    /// Runs this one file against the one target named.
+    /// Run only this file, against the single target named.
     #[arg(long)]
     replay: Option<PathBuf>,
-    /// Writes every input to `--out` before it is run, to catch one that ends the process.
+    /// Write every input to `--out` before it runs, to catch one that ends the process.
     #[arg(long)]
     trace: bool,
 }
 
-/// Why an input fails.
+/// Reason why an input fails.
 #[derive(Debug)]
 enum Failure {
     Panic(String),
@@ -78,7 +78,7 @@ impl std::fmt::Display for Failure {
     }
 }
 
-/// Runs one input; the outcome is the error's text, or nothing where it was read.
+/// Runs one input; the outcome is the error's text, or nothing if it was accepted.
 fn run(target: &Target, input: &[u8]) -> Result<String, Failure> {
     let before = MEMORY.current_usage();
     MEMORY.reset_peak_usage();
@@ -98,7 +98,7 @@ fn run(target: &Target, input: &[u8]) -> Result<String, Failure> {
     }
 }
 
-/// The beginning of an outcome without numbers and quotations, so that two of a kind look alike.
+/// Returns the start of an outcome without numbers and quotations, which makes outcomes of a kind equal.
 fn kind(outcome: &str) -> String {
     let plain = outcome.split(['"', '\'', '`', '(', '{']).next().unwrap_or_default();
     let words = plain.split(|c: char| !c.is_ascii_alphabetic());
@@ -106,7 +106,7 @@ fn kind(outcome: &str) -> String {
     words.into_iter().filter(|w| w.len() > 2).take(5).collect::<Vec<_>>().join(" ")
 }
 
-/// The committed files of a target with their names, in order.
+/// Returns the committed files of a target with their names, in order.
 fn corpus(target: &Target) -> std::io::Result<Vec<(String, Vec<u8>)>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target.name);
     let mut paths: Vec<PathBuf> =
@@ -124,7 +124,7 @@ struct Tally {
     kinds: BTreeSet<String>,
 }
 
-/// Runs the corpus and its mutations; an input that fails comes back with its failure.
+/// Runs the corpus and its mutations; returns a failing input with its failure.
 fn fuzz(target: &Target, args: &Args) -> Result<Tally, (Vec<u8>, Failure)> {
     let mut pool: Vec<Vec<u8>> =
         corpus(target).unwrap_or_default().into_iter().map(|(_, file)| file).collect();
@@ -163,7 +163,8 @@ fn fuzz(target: &Target, args: &Args) -> Result<Tally, (Vec<u8>, Failure)> {
 
 fn main() -> ExitCode {
     let args = Args::parse();
-    // Panics are reported with their input below; those of a dependency that the library turns into errors are fine.
+    // Panics are reported with their input below; panics of dependencies that the library turns into errors are
+    // allowed.
     std::panic::set_hook(Box::new(|_| ()));
     let chosen: Vec<&Target> = TARGETS
         .iter()
@@ -198,7 +199,7 @@ fn main() -> ExitCode {
     ExitCode::from(u8::from(!sound))
 }
 
-/// Runs a target and prints what came of it; false if an input failed.
+/// Runs a target and prints the result; false if an input failed.
 fn report(target: &Target, args: &Args) -> bool {
     match fuzz(target, args) {
         Ok(Tally { runs, read, kinds }) => {

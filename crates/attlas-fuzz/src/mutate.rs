@@ -1,8 +1,8 @@
-//! Changes that headers do not survive: extreme integers, cut and repeated pieces, numbers and words of text.
+//! Mutations aimed at headers: extreme integers, cut and repeated pieces, numbers and words of text.
 
 use attlas_num::rng::Rng;
 
-/// Integers at which arithmetic on sizes goes wrong.
+/// Integers that break arithmetic on sizes.
 const EXTREMES: [u64; 14] = [
     0,
     1,
@@ -20,7 +20,7 @@ const EXTREMES: [u64; 14] = [
     u64::MAX,
 ];
 
-/// Pieces of text that parsers of JSON, TOML, templates and array headers stumble over.
+/// Pieces of text that are critical for parsers of JSON, TOML, templates and array headers.
 const WORDS: [&str; 24] = [
     "null",
     "true",
@@ -48,8 +48,8 @@ const WORDS: [&str; 24] = [
     "'",
 ];
 
-/// A member of `pool`, changed: mostly one of the first `seeds`, which are whole, and mostly once, so that many inputs
-/// get past the first check.
+/// Mutates a member of `pool`: mostly one of the first `seeds`, which are valid, and mostly once, which lets many
+/// inputs pass the first check.
 pub(crate) fn mutated(pool: &[Vec<u8>], seeds: usize, rng: &mut Rng) -> Vec<u8> {
     let among = if rng.below(4) > 0 { seeds } else { pool.len() };
     let mut out = pool[rng.below(among)].clone();
@@ -73,7 +73,7 @@ pub(crate) fn mutated(pool: &[Vec<u8>], seeds: usize, rng: &mut Rng) -> Vec<u8> 
             }
             8 => replace_number(&mut out, at, rng),
             9 if !out.is_empty() => {
-                // A piece of the input again, here or over what is here.
+                // Inserts a piece of the input again, or overwrites with it.
                 let from = rng.below(out.len());
                 let piece = out[from..(from + 1 + rng.below(64)).min(out.len())].to_vec();
                 let end = if rng.below(2) == 0 { at } else { (at + piece.len()).min(out.len()) };
@@ -88,7 +88,7 @@ pub(crate) fn mutated(pool: &[Vec<u8>], seeds: usize, rng: &mut Rng) -> Vec<u8> 
                 }
             }
             _ => {
-                // An integer moved by a little.
+                // Changes an integer slightly.
                 if let Some(field) = out[at..].first_chunk_mut::<4>() {
                     let moved = u32::from_le_bytes(*field).wrapping_add(rng.below(9) as u32).wrapping_sub(4);
                     *field = moved.to_le_bytes();

@@ -1,8 +1,8 @@
-//! Speed of tensor methods as shares of what this machine can do: third-order and windowed two-simplicial attention,
+//! Speed of tensor methods as shares of this machine's peak: third-order and windowed two-simplicial attention,
 //! decoding on factors, alternating least squares, and a Tucker decomposition of the size of a BERT.
 //!
-//! `cargo bench -p attlas-lab --bench tensor`, or with the names of some parts: `-- pairs decode als tucker`. The figures
-//! of `docs/benchmarks/tensor.md` are made by it.
+//! `cargo bench -p attlas-lab --bench tensor`, or with the names of some parts: `-- pairs decode als tucker`. It
+//! produces the figures of `docs/benchmarks/tensor.md`.
 
 use attlas::conversions::collaborative;
 use attlas::layer::{Dense, LayerShape, Linear};
@@ -17,7 +17,7 @@ use std::hint::black_box;
 use std::ops::Range;
 use std::time::Instant;
 
-/// Numbers that look random.
+/// Returns pseudo-random numbers.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
     let mut x = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
     let mut next = || {
@@ -35,7 +35,7 @@ fn seconds(mut call: impl FnMut()) -> f64 {
     start.elapsed().as_secs_f64()
 }
 
-/// The best of several calls: what the machine can do when nothing else happens.
+/// Returns the best time of several calls, least disturbed by other programs.
 fn best(times: usize, mut call: impl FnMut()) -> f64 {
     call();
     (0..times).map(|_| seconds(&mut call)).fold(f64::INFINITY, f64::min)
@@ -70,7 +70,7 @@ fn main() {
     }
 }
 
-/// Billions of operations a second of the library's own matrix product.
+/// Returns billions of operations per second of the library's matrix product.
 fn matrix_product(ws: &Workspace) -> f64 {
     let n = 1536;
     let map = Dense::new(Mat::from_vec(numbers(n * n, 1), n, n));
@@ -79,7 +79,7 @@ fn matrix_product(ws: &Workspace) -> f64 {
     2e-9 * (n as f64).powi(3) / time
 }
 
-/// Third-order attention over all pairs, in both of its forms, and over windows of 512 and 32 tokens.
+/// Times third-order attention over all pairs, in both of its forms, and over windows of 512 and 32 tokens.
 fn pairs(ws: &Workspace, product: f64) {
     let window = |w: isize| Band { lower: Some(1 - w), upper: Some(0) };
     for d in [64, 128] {
@@ -108,7 +108,7 @@ fn pairs(ws: &Workspace, product: f64) {
             let time = best(3, || ws.install(|cx| p.run(&mut out, &mut lse, cx)));
             black_box(&out);
             let seen = |i: usize| band1.range(i, n).len() * band2.range(i, n).len();
-            // All pairs of the strassen form are products of matrices, one a feature of the values and one more.
+            // Over all pairs, the Strassen form is matrix products: one per feature of the values, and one more.
             let products = form == Form::Strassen && band1 == Band::ALL;
             let work = if products { 2 * (d + 1) } else { 4 * d };
             let rate = 1e-9 * (work * (0..n).map(seen).sum::<usize>()) as f64 / time;
@@ -120,7 +120,7 @@ fn pairs(ws: &Workspace, product: f64) {
     }
 }
 
-/// One token over a long cache of factors, and over keys and values of the same heads.
+/// Times one token over a long cache of factors, and over keys and values of the same heads.
 fn decode(ws: &Workspace, machine: &Machine) {
     let (h, d) = (32, 64);
     for n in [32 << 10, 128 << 10] {
@@ -162,7 +162,7 @@ fn decode(ws: &Workspace, machine: &Machine) {
     println!("exact attention, {n} tokens, {h} heads of {d}: {:.2} ms", 1e3 * time);
 }
 
-/// Sweeps of the decomposition behind collaborative attention, at the sizes of a layer of BERT-base.
+/// Times sweeps of the decomposition behind collaborative attention, at the sizes of a BERT-base layer.
 fn sweeps(ws: &Workspace) {
     let shape = LayerShape { d_model: 768, n_heads: 12, n_kv_heads: 12, d: 64, d_v: 64 };
     let weight = |seed| Dense::new(Mat::from_vec(numbers(768 * 768, seed), 768, 768));
@@ -179,7 +179,7 @@ fn sweeps(ws: &Workspace) {
     println!("least squares, 12 × 768 × 768, rank 384: {:.3} s a sweep", (many - few) / 8.0);
 }
 
-/// ST-HOSVD of all blocks of BERT-base.
+/// Times ST-HOSVD of all blocks of BERT-base.
 fn decomposition(ws: &Workspace) {
     let t = Tensor::new(&[144, 768, 768], numbers(144 * 768 * 768, 50)).expect("as many as the sizes say");
     let ranks = tucker::Ranks::Given(vec![72, 384, 384]);

@@ -1,8 +1,8 @@
-//! Learning from text, without training: what methods fit to the heads of a model, and what that brings.
+//! Learning from text, without training: fits methods to the heads of a model and measures the gain.
 //!
 //! The model reads a text once. For every layer and key head a method learns from the queries, keys and values of the first
-//! tokens; its error against exact attention is then measured on the rows that follow, which attend to everything before
-//! them, without and with what was learnt.
+//! tokens; its error against exact attention is then measured on the rows that follow, which attend to everything
+//! before them, without and with the calibration.
 
 use crate::run::execute;
 use crate::select::{Chosen, Selection};
@@ -18,14 +18,14 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How to learn.
+/// Settings of a calibration.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Methods that learn.
     pub selection: Selection,
-    /// Layers; all where absent.
+    /// Layers; all if absent.
     pub layers: Option<Numbers>,
-    /// Tokens that are learnt from; the others of the text are for trying.
+    /// Tokens to learn from; the rest of the text is for the check.
     pub tokens: usize,
     /// Seed of methods that draw random numbers.
     pub seed: u64,
@@ -42,10 +42,10 @@ pub struct Row {
     pub layer: usize,
     /// Key head.
     pub kv_head: usize,
-    /// Mean relative error of the query heads on the following rows without what was learnt; none where the method cannot
-    /// attend without.
+    /// Mean relative error of the query heads on the following rows without the calibration; none if the method needs
+    /// one.
     pub before: Option<f64>,
-    /// The same with it; none where the method cannot attend causally with it.
+    /// The same with it; none if the method cannot attend causally with it.
     pub after: Option<f64>,
 }
 
@@ -56,20 +56,20 @@ pub struct Calibrated {
     pub text: String,
     /// SHA-256 of it.
     pub text_sha256: String,
-    /// Tokens that were learnt from.
+    /// Tokens learnt from.
     pub tokens: usize,
-    /// Tokens after them that methods were tried on.
+    /// Tokens after them, for the check.
     pub check_tokens: usize,
     /// One for each method and key head.
     pub rows: Vec<Row>,
-    /// Methods that learnt nothing usable in a causal model, with the reason.
+    /// Methods whose calibration a causal model cannot use, with the reason.
     pub refused: Vec<(&'static str, String)>,
     /// The calibration.
     #[serde(skip)]
     pub learnt: Calibrations,
 }
 
-/// Methods that can learn; an error names them where the selection has others alone.
+/// Returns the methods that can learn; if the selection has none, the error names them.
 pub fn learners(selection: &[Chosen]) -> Result<Selection> {
     let able: Selection = selection.iter().filter(|c| c.method.calibrate.is_some()).cloned().collect();
     let ids = || {
@@ -85,7 +85,7 @@ pub fn learners(selection: &[Chosen]) -> Result<Selection> {
     Ok(able)
 }
 
-/// Learns. `progress` receives steps done and steps in all; an interruption is an error of the model's kind.
+/// Calibrates the methods. `progress` receives steps done and steps in all; an interruption is a model error.
 pub fn calibrate(
     model: &Arc<Model>,
     text: &Text,
@@ -163,7 +163,7 @@ pub fn calibrate(
 struct Head<'a> {
     problem: Problem,
     x: Qkv<'a, f32>,
-    /// Tokens that are learnt from.
+    /// Tokens to learn from.
     n: usize,
     exact: Vec<f32>,
 }
@@ -177,7 +177,7 @@ impl<'a> Head<'a> {
         Ok(Self { problem, x, n, exact })
     }
 
-    /// A method's calibration, and its error on later rows without and with it.
+    /// Calibrates a method, and measures its error on later rows without and with the calibration.
     fn learn(
         &self,
         chosen: &Chosen,
@@ -201,7 +201,7 @@ impl<'a> Head<'a> {
         Ok((learnt, before, after))
     }
 
-    /// Mean relative error of the query heads on the rows after the tokens that are learnt from.
+    /// Returns the mean relative error of the query heads on the rows after the tokens learnt from.
     fn error(
         &self,
         chosen: &Chosen,
@@ -228,7 +228,8 @@ impl<'a> Head<'a> {
 }
 
 impl Calibrated {
-    /// One line for each method: errors before and after, means over key heads, and on how many it is lower.
+    /// Returns a table with one line per method: mean errors over key heads before and after, and the number of key
+    /// heads that improve.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["<method", "key heads", "before", "after", "worst after", "better on"]);
         let mut ids: Vec<&'static str> = self.rows.iter().map(|r| r.method).collect();

@@ -1,28 +1,29 @@
 //! Processes that share the units of a search.
 //!
-//! A search is a list of independent units. Alone, one process does all of them; in a crew, each takes the next one from a
-//! counter that all share. Records go to process 0 as they are made; at the end of a list everybody gets what process 0 has.
+//! A search is a list of independent units. Alone, one process does all of them; in a crew, each process takes the next
+//! unit from a shared counter. Records go to process 0 as they are made; at the end of a list every process gets all
+//! records of process 0.
 
 use crate::Result;
 use attlas_model::decoder::SpreadAttention;
 use std::cell::Cell;
 use std::fmt::Debug;
 
-/// The processes that work on a list of units. Every process calls the same functions in the same order, but for
+/// The processes that work on a list of units. Every process calls the same functions in the same order, except
 /// [`next`](Self::next), [`report`](Self::report) and [`arrived`](Self::arrived).
 pub trait Crew: Debug {
-    /// This process, from 0. Process 0 owns files and prints.
+    /// Returns the rank of this process, from 0. Process 0 owns files and prints.
     fn rank(&self) -> usize;
 
-    /// Processes.
+    /// Returns the number of processes.
     fn size(&self) -> usize;
 
-    /// The machine that this process runs on; none where it is alone.
+    /// Returns the machine of this process; none if it is alone.
     fn node(&self) -> Option<String> {
         None
     }
 
-    /// Attention inside a model whose tokens lie on all processes; none where this one is alone.
+    /// Returns attention for a model whose tokens are divided among all processes; none if this process is alone.
     fn spread(&self) -> Option<Box<dyn SpreadAttention + '_>> {
         None
     }
@@ -30,41 +31,41 @@ pub trait Crew: Debug {
     /// Begins a list of `count` units.
     fn begin(&self, count: usize);
 
-    /// The next unit of the list that nobody has taken.
+    /// Takes the next unit of the list that no process has taken.
     fn next(&self) -> Option<usize>;
 
-    /// Hands a record, a line of text, to process 0. Nothing happens on process 0 itself.
+    /// Sends a record, one line of text, to process 0; does nothing on process 0 itself.
     fn report(&self, record: &str);
 
-    /// Records that others have handed over since the last call, on process 0.
+    /// Returns the records that others have sent since the last call, on process 0.
     fn arrived(&self) -> Vec<String>;
 
     /// Ends a list: process 0 calls `take` with records as they arrive until every process has ended its list.
     fn end(&self, take: &mut dyn FnMut(&str) -> Result<()>) -> Result<()>;
 
-    /// The text of process 0, on every process.
+    /// Returns the text of process 0 on every process.
     fn broadcast(&self, text: String) -> String;
 
-    /// The texts of all processes, in the order of ranks, on every process.
+    /// Returns the texts of all processes, in the order of ranks, on every process.
     fn gather(&self, own: &str) -> Vec<String>;
 
-    /// Process 0 owns files and prints.
+    /// Returns true for process 0, which owns files and prints.
     fn leads(&self) -> bool {
         self.rank() == 0
     }
 
-    /// Whether this process has nobody to share with.
+    /// Returns true if there is only one process.
     fn is_alone(&self) -> bool {
         self.size() == 1
     }
 
-    /// Whether one of the processes says so.
+    /// Returns true if `own` is true on any process.
     fn any(&self, own: bool) -> bool {
         if self.is_alone() { own } else { self.gather(if own { "1" } else { "" }).iter().any(|x| x == "1") }
     }
 }
 
-/// One process.
+/// A crew of one process.
 #[derive(Debug, Default)]
 pub struct Alone {
     list: Cell<(usize, usize)>,
@@ -108,8 +109,8 @@ impl Crew for Alone {
     }
 }
 
-/// Processes that do every unit of a list together: each of them gets all units in the same order, and process 0 keeps the
-/// records, which are the same on all.
+/// Processes that do every unit of a list together: each gets all units in the same order, and process 0 keeps the
+/// records, which are equal on all.
 #[derive(Debug)]
 pub struct Together<'a> {
     crew: &'a dyn Crew,
@@ -117,7 +118,7 @@ pub struct Together<'a> {
 }
 
 impl<'a> Together<'a> {
-    /// The processes of `crew`.
+    /// Wraps the processes of `crew`.
     pub fn new(crew: &'a dyn Crew) -> Self {
         Self { crew, list: Alone::default() }
     }

@@ -26,12 +26,12 @@ pub enum Form {
     Btd,
 }
 
-/// How large the decomposition may be.
+/// Size of a decomposition.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Size {
     /// Ranks: one number for all modes, or one per mode.
     Ranks(Vec<usize>),
-    /// The smallest that reaches this relative error.
+    /// The smallest decomposition that reaches this relative error.
     Error(f64),
 }
 
@@ -44,13 +44,13 @@ pub struct Settings {
     pub size: Size,
     /// Block terms: number of blocks.
     pub blocks: usize,
-    /// Starts, the best of which is kept.
+    /// Number of starts; the best result is kept.
     pub restarts: usize,
     /// Seed of random starts.
     pub seed: u64,
 }
 
-/// A decomposition in numbers.
+/// Figures of a decomposition.
 #[derive(Clone, Debug, Serialize)]
 pub struct Record {
     /// Shape of the tensor.
@@ -62,13 +62,13 @@ pub struct Record {
     /// Blocks of `btd`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub blocks: Option<usize>,
-    /// Numbers of the tensor.
+    /// Number of entries of the tensor.
     pub entries: usize,
     /// Numbers stored.
     pub parameters: usize,
     /// `‖T − T̂‖ / ‖T‖`.
     pub rel_error: f64,
-    /// How the iteration ended.
+    /// Status at the end of the iteration.
     pub status: String,
     /// Warnings, such as terms that cancel.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -98,7 +98,7 @@ impl Factor {
     }
 }
 
-/// Reads a tensor of a `.npy`, `.npz` or `.safetensors` file; `name` picks one of several.
+/// Reads a tensor from a `.npy`, `.npz` or `.safetensors` file; `name` selects one of several.
 pub fn read_tensor(path: &Path, name: Option<&str>) -> Result<Tensor<f64>> {
     let bytes = std::fs::read(path).map_err(|e| Error::reading(path, e))?;
     let malformed =
@@ -139,7 +139,7 @@ pub fn read_tensor(path: &Path, name: Option<&str>) -> Result<Tensor<f64>> {
     Tensor::new(&shape, data).map_err(|e| refused(&e))
 }
 
-/// The array to read: the one named, or the only one.
+/// Returns the array to read: the one named, or the only one.
 fn pick(path: &Path, name: Option<&str>, mut found: Vec<String>) -> Result<String> {
     found.sort();
     match (name, &*found) {
@@ -191,7 +191,7 @@ pub fn decompose(t: &Tensor<f64>, settings: &Settings) -> Result<(Record, Vec<Fa
     Ok((record, factors))
 }
 
-/// One number for all modes is lowered to the sizes of the modes.
+/// Returns one rank per mode: a single number is capped at each mode's size.
 fn per_mode(t: &Tensor<f64>, ranks: &[usize]) -> Result<Vec<usize>> {
     match ranks {
         [one] => Ok(t.shape().iter().map(|&n| (*one).min(n)).collect()),
@@ -297,8 +297,8 @@ fn tucker_of(
     Ok((record, factors))
 }
 
-/// The smallest decomposition within `error`: by its own rule for Tucker, by doubling and bisection of the rank (or
-/// of the number of blocks) otherwise.
+/// Finds the smallest decomposition within `error`: by the truncation rule of Tucker, otherwise by doubling and
+/// bisection of the rank (or of the number of blocks).
 fn smallest(t: &Tensor<f64>, settings: &Settings, error: f64) -> Result<(Record, Vec<Factor>)> {
     if matches!(settings.form, Form::Tucker | Form::Hosvd) {
         let ranks = tucker::Ranks::RelError(error);
@@ -337,7 +337,7 @@ fn smallest(t: &Tensor<f64>, settings: &Settings, error: f64) -> Result<(Record,
     Ok(best)
 }
 
-/// Error against numbers stored, for ranks 1, 2, 4, … up to `most`.
+/// Returns the error against numbers stored, for ranks 1, 2, 4, … up to `most`.
 pub fn error_curve(t: &Tensor<f64>, settings: &Settings, most: usize) -> Result<Vec<curve::Point>> {
     let mut ranks: Vec<usize> =
         std::iter::successors(Some(1usize), |r| Some(2 * r)).take_while(|&r| r < most).collect();

@@ -1,11 +1,11 @@
-//! Queries, keys and values of a real model, embedded, so that everything runs without a download.
+//! Embedded queries, keys and values of a real model: everything runs without a download.
 //!
 //! SmolLM2-135M-Instruct (30 layers, 9 query heads over 3 key heads, width 64) reading the first 8192 tokens of *Alice's
 //! Adventures in Wonderland*: key head 2 and two of the three query heads that share it (6 and 7), keys after rotation, in
-//! layers 5 and 29. Both layers look far: a window of the last 704 tokens misses half of layer 5 and a quarter of layer 29.
-//! They were chosen because methods err on them about as they do over all layers. `scripts/make-demo` wrote the file.
-//! Numbers are rounded to half precision (11 significant bits); errors are measured against exact attention on the
-//! rounded numbers. Licences of model and text: `data/LICENSE-demo.md`.
+//! layers 5 and 29. Both layers attend far back: a window of the last 704 tokens misses half of layer 5 and a quarter
+//! of layer 29. They were chosen because methods have about the same errors on them as over all layers.
+//! `scripts/make-demo` wrote the file. Numbers are rounded to half precision (11 significant bits); errors are measured
+//! against exact attention on the rounded numbers. Licences of model and text: `data/LICENSE-demo.md`.
 
 use crate::workload::Workload;
 use crate::{Result, trace};
@@ -13,7 +13,7 @@ use std::path::Path;
 
 static TRACE: &[u8] = include_bytes!("../data/demo.safetensors");
 
-/// The embedded trace.
+/// Loads the embedded trace.
 pub fn load() -> Result<Workload> {
     trace::read_bytes(TRACE, Path::new("demo"))
 }

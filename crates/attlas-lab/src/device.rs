@@ -1,6 +1,6 @@
-//! Methods on a GPU: which of them have a form there, and how long they take beside what the chip can do.
+//! Methods on a GPU: those with device kernels, and their times beside the chip's ceilings.
 //!
-//! Compiled with the feature `cuda`; without it, opening a device says so.
+//! Needs the feature `cuda`; without it, opening a device is an error.
 
 #[cfg(feature = "cuda")]
 pub use with_cuda::Gpu;
@@ -11,12 +11,12 @@ use crate::select::Selection;
 use attlas::Mask;
 use std::path::PathBuf;
 
-/// Where things are found.
+/// Paths for the set-up of a GPU.
 #[derive(Clone, Debug, Default)]
 pub struct GpuSetup {
-    /// Folder in which compiled kernels are kept.
+    /// Cache folder of compiled kernels.
     pub cache: Option<PathBuf>,
-    /// NVRTC: its file, or the folder that holds it.
+    /// NVRTC: its file or its folder.
     pub nvrtc: Option<PathBuf>,
 }
 
@@ -31,7 +31,7 @@ pub struct GpuBench {
     pub heads: usize,
     /// Key heads.
     pub kv_heads: usize,
-    /// Which keys a query may see.
+    /// Mask.
     pub mask: Mask,
     /// Timed runs.
     pub runs: usize,
@@ -44,12 +44,12 @@ mod without_cuda {
     use crate::table::Table;
     use crate::{Error, Result};
 
-    /// No GPU: this build has no form for one.
+    /// A GPU, which this build does not support.
     #[derive(Debug)]
     pub struct Gpu(std::convert::Infallible);
 
     impl Gpu {
-        /// Says what is missing.
+        /// Fails, and names the missing feature.
         pub fn open(_: &GpuSetup) -> Result<Self> {
             Err(Error::argument(
                 "--device cuda",
@@ -63,17 +63,17 @@ mod without_cuda {
             match self.0 {}
         }
 
-        /// The selection on the device.
+        /// Returns the selection's device forms.
         pub fn select(&self, _: Selection) -> Result<(Selection, Vec<String>)> {
             match self.0 {}
         }
 
-        /// Times on the device.
+        /// Times methods on the device.
         pub fn bench(&self, _: &Selection, _: &GpuBench) -> Result<(Table, Vec<String>)> {
             match self.0 {}
         }
 
-        /// Times on the device of a comparison.
+        /// Times the methods of a comparison on the device.
         pub fn times(&self, _: &Comparison) -> Table {
             match self.0 {}
         }
@@ -105,13 +105,13 @@ mod with_cuda {
     }
 
     impl Gpu {
-        /// Opens the first GPU, or says in one line what is missing.
+        /// Opens the first GPU; the error names what is missing, in one line.
         pub fn open(setup: &GpuSetup) -> Result<Self> {
             let setup = Setup { cache: setup.cache.clone(), nvrtc: setup.nvrtc.clone(), family: None };
             Ok(Self { device: Device::open(0, &setup).map_err(failed)? })
         }
 
-        /// Its name and ceilings.
+        /// Returns its name and ceilings.
         pub fn heading(&self) -> String {
             let info = self.device.info();
             let peak = info.peak_flops.map_or("unknown".into(), |x| format!("{} TF/s", number(x / 1e12)));
@@ -126,8 +126,8 @@ mod with_cuda {
             )
         }
 
-        /// The methods of a selection in their device forms, and a line for each that has none. One that was named must
-        /// have a form.
+        /// Returns the device forms of a selection, and a line for each method that has none. A method that was named
+        /// must have one.
         pub fn select(&self, selection: Selection) -> Result<(Selection, Vec<String>)> {
             let (mut kept, mut notes) = (Selection::new(), Vec::new());
             for chosen in selection {
@@ -140,8 +140,8 @@ mod with_cuda {
             Ok((kept, notes))
         }
 
-        /// Device times in bf16: medians of replayed graphs, with shares of the chip's ceilings and the time of the
-        /// device's exact attention over each.
+        /// Times methods on the device in bf16: medians of replayed graphs, as shares of the chip's ceilings and as
+        /// speed-up over the device's exact attention.
         pub fn bench(&self, selection: &Selection, b: &GpuBench) -> Result<(Table, Vec<String>)> {
             let mut table =
                 Table::new(&["<method", "n", "d", "ms", "TF/s", "of peak", "of memory", "faster"]);
@@ -179,7 +179,7 @@ mod with_cuda {
             ]
         }
 
-        /// Median milliseconds of a run, and the operations counted for it.
+        /// Returns the median milliseconds of a run, and its counted operations.
         fn milliseconds(
             &self,
             id: &str,
@@ -230,11 +230,11 @@ mod with_cuda {
             Ok((times[times.len() / 2], planned.cost().flops() as f64))
         }
 
-        /// Device times of a comparison's rows, beside the seconds of exact attention on the host.
+        /// Returns the device times of a comparison's rows, beside the seconds of exact attention on the host.
         pub fn times(&self, c: &Comparison) -> Table {
             let mut table = Table::new(&["<method", "device ms", "<host's exact over it"]);
             for summary in &c.summary {
-                // A layer's heads run together and carry the same figure.
+                // The heads of a layer run together and share one figure.
                 let mut layers = std::collections::BTreeMap::new();
                 for row in c.rows.iter().filter(|r| r.method == summary.method) {
                     if let Some(ms) = row.figures.get("device_milliseconds") {

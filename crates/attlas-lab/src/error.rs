@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 /// Result of anything in this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a measurement could not be made.
+/// Reason why a measurement could not be made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -15,7 +15,7 @@ pub enum Error {
     /// A model could not be read or run.
     #[error(transparent)]
     Model(#[from] attlas_model::Error),
-    /// A folder that was written and does not hold the model that was to be written.
+    /// A written folder whose model differs from the one in memory.
     #[error(
         "the written folder differs from the model in memory by {found:.3e} in a logit, where rounding explains {allowed:.1e}: \
          nothing is kept; please report this model"
@@ -26,10 +26,10 @@ pub enum Error {
         /// The largest that is accepted.
         allowed: f64,
     },
-    /// A setting or argument that is not understood.
+    /// A setting or argument that could not be parsed.
     #[error("{what}: expected {expected}, found {found}")]
     Argument {
-        /// Which argument.
+        /// The argument.
         what: String,
         /// The accepted values.
         expected: String,
@@ -46,7 +46,7 @@ pub enum Error {
         /// The likely intended name.
         meant: String,
     },
-    /// Inputs that the machine has no room for.
+    /// Inputs too large for the machine's memory.
     #[error("{what} would take {} of memory, more than this machine has", crate::table::bytes(*needed))]
     NoRoom {
         /// A command or option that accepts it.
@@ -74,14 +74,14 @@ pub enum Error {
         /// The reader's message.
         reason: String,
     },
-    /// A file without a tensor that is needed.
+    /// A file that lacks a required tensor.
     #[error("{}: expected {expected}, found {}", path.display(), if found.is_empty() { "no tensor".into() } else { found.join(", ") })]
     MissingTensor {
         /// The file.
         path: PathBuf,
         /// The requirement.
         expected: String,
-        /// The tensors that are there.
+        /// The tensors in the file.
         found: Vec<String>,
     },
     /// A tensor with a shape or element type that does not fit.
@@ -111,12 +111,12 @@ pub enum Error {
 }
 
 impl Error {
-    /// An [`Error::Argument`].
+    /// Creates an [`Error::Argument`].
     pub fn argument(what: impl ToString, expected: impl ToString, found: impl ToString) -> Self {
         Self::Argument { what: what.to_string(), expected: expected.to_string(), found: found.to_string() }
     }
 
-    /// A file that could not be read.
+    /// Creates the error for a file that could not be read.
     pub fn reading(path: &Path, reason: std::io::Error) -> Self {
         Self::Io { path: path.into(), action: "reading", reason }
     }

@@ -1,5 +1,5 @@
-//! Queries, keys and values of a model reading a text: causal models as they go, encoders in one piece, with the
-//! tokens they expect around a text.
+//! Queries, keys and values of a model reading a text: causal models while they read, encoders in one pass over the
+//! whole text, with the tokens they expect around it.
 
 use crate::text::Text;
 use crate::workload::{LayerData, Workload};
@@ -16,20 +16,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// Settings of an extraction.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// Layers, counted from 0; all where absent.
+    /// Layers, counted from 0; all if absent.
     pub layers: Option<Numbers>,
-    /// Query heads, counted from 0; all where absent. Every key head must keep as many as every other one
-    /// that keeps any.
+    /// Query heads, counted from 0; all if absent. Key heads that keep any must all keep the same number.
     pub heads: Option<Numbers>,
-    /// Also queries and keys before they are rotated.
+    /// Also extract queries and keys before rotation.
     pub before_rotation: bool,
-    /// Put the token for the beginning of a text before it.
+    /// Put the beginning-of-text token before the text.
     pub bos: bool,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 
-/// A tensor that stands beside queries, keys and values in a trace.
+/// A further tensor of a trace, beside queries, keys and values.
 #[derive(Clone, Debug)]
 pub struct Extra {
     /// Its name, such as `layer3.k_pre`.
@@ -73,7 +72,7 @@ pub fn extract(
     let mut tokens = text.tokens.clone();
     let encoder = c.architecture.is_encoder();
     if encoder {
-        // What the model expects around a text, such as [CLS] and [SEP].
+        // Tokens that the model expects around a text, such as [CLS] and [SEP].
         if let [before, .., after] = model.tokenizer.encode("", true)?[..] {
             tokens.insert(0, before);
             tokens.push(after);
@@ -158,7 +157,7 @@ fn encode(model: &Model, tokens: &[u32], mut ws: Workspace, collector: &mut Coll
     Ok(())
 }
 
-/// The token that begins a text; an error if the model has none.
+/// Returns the beginning-of-text token; an error if the model has none.
 pub(crate) fn bos(model: &Model) -> Result<u32> {
     model
         .tokenizer
@@ -201,7 +200,7 @@ fn metadata(
     out
 }
 
-/// Which heads are kept.
+/// Heads to keep.
 #[derive(Debug)]
 struct Heads {
     query: Vec<usize>,

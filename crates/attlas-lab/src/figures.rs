@@ -1,16 +1,17 @@
-//! Pictures that several pages share: small matrices as images, figures over layers and heads, spectra. Everything is
-//! text that can stand inside a page or an SVG file; images are PNG in `data:` addresses, so that nothing is loaded.
+//! Pictures that several pages share: small matrices as images, figures over layers and heads, spectra. All are text
+//! for a page or an SVG file; images are PNG in `data:` addresses, which need no network.
 
 use crate::html::escape;
 use attlas::diagnostics::{HeatMap, Spectra, Spectrum};
 use std::fmt::Write;
 
-/// Colours of an image.
+/// Number of colours of an image.
 const SHADES: usize = 64;
-/// Decades below the largest entry at which a matrix is drawn as nothing.
+/// Decades below the largest entry at which the colour scale ends.
 const DECADES: f64 = 4.0;
 
-/// The colour of `t` in 0..=1: viridis, between five of its points; ordered in brightness, so that it prints.
+/// Returns the colour of `t` in 0..=1: viridis, interpolated between five of its points. Its brightness grows with `t`,
+/// and it prints well in grey.
 fn shade(t: f64) -> [u8; 3] {
     const POINTS: [[f64; 3]; 5] = [
         [68.0, 1.0, 84.0],
@@ -25,13 +26,13 @@ fn shade(t: f64) -> [u8; 3] {
     [0, 1, 2].map(|c| ((1.0 - w) * POINTS[i][c] + w * POINTS[i + 1][c]).round() as u8)
 }
 
-/// The same as an HTML colour.
+/// Returns the colour of `t` for HTML.
 pub(crate) fn shade_name(t: f64) -> String {
     let [r, g, b] = shade(t);
     format!("#{r:02x}{g:02x}{b:02x}")
 }
 
-/// A matrix as the address of a PNG, on a logarithmic scale of four decades.
+/// Encodes a matrix as a PNG in a `data:` address, on a logarithmic scale of four decades.
 pub(crate) fn heat_address(map: &HeatMap) -> String {
     let largest = map.data.iter().copied().filter(|v| v.is_finite()).fold(0.0, f64::max);
     let level = |v: f64| {
@@ -42,7 +43,7 @@ pub(crate) fn heat_address(map: &HeatMap) -> String {
     format!("data:image/png;base64,{}", base64(&png(map.cols, map.rows, &pixels)))
 }
 
-/// The same as an SVG image of the given square.
+/// Draws a matrix as an SVG image in the given square.
 pub(crate) fn heat_image(map: &HeatMap, x: f64, y: f64, side: f64, title: &str) -> String {
     format!(
         "<image x=\"{x:.1}\" y=\"{y:.1}\" width=\"{side:.1}\" height=\"{side:.1}\" preserveAspectRatio=\"none\" \
@@ -52,7 +53,7 @@ pub(crate) fn heat_image(map: &HeatMap, x: f64, y: f64, side: f64, title: &str) 
     )
 }
 
-/// A bar of the colours of [`heat_image`] with their meaning, its upper left corner at `(x, y)`.
+/// Draws the colour bar of [`heat_image`], its upper left corner at `(x, y)`.
 pub(crate) fn colour_bar(x: f64, y: f64, height: f64, meaning: &str) -> String {
     let steps = HeatMap {
         rows: SHADES,
@@ -80,7 +81,7 @@ pub(crate) fn colour_bar(x: f64, y: f64, height: f64, meaning: &str) -> String {
     bar
 }
 
-/// A PNG of indexed colours. The pixels are stored without compression: they are few.
+/// Encodes a PNG of indexed colours. The few pixels are stored without compression.
 fn png(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
     let mut out = vec![0x89, b'P', b'N', b'G', 13, 10, 26, 10];
     let mut chunk = |kind: &[u8; 4], data: &[u8]| {
@@ -152,7 +153,8 @@ pub(crate) struct Cell {
     pub(crate) label: String,
 }
 
-/// A figure over layers (down) and heads (across), each cell with its value as a tooltip; small maps also show it.
+/// Draws a figure over layers (down) and heads (across); each cell has its value as a tooltip, in small maps also as
+/// text.
 pub(crate) fn layer_map(title: &str, cells: &[Cell]) -> String {
     let finite = || cells.iter().map(|c| c.value).filter(|v| v.is_finite());
     let (lo, hi) = (finite().fold(f64::INFINITY, f64::min), finite().fold(f64::NEG_INFINITY, f64::max));
@@ -160,7 +162,7 @@ pub(crate) fn layer_map(title: &str, cells: &[Cell]) -> String {
     grid(title, cells, |c| shade_name(level(c.value)), |c| if level(c.value) > 0.6 { "#000" } else { "#fff" })
 }
 
-/// A table of coloured cells over layers and heads.
+/// Draws a table of coloured cells over layers and heads.
 pub(crate) fn grid(
     title: &str,
     cells: &[Cell],
@@ -218,7 +220,7 @@ pub(crate) fn grid(
     svg + "</svg>"
 }
 
-/// The spectra of a head in the order in which they are drawn, with their names and colours.
+/// Returns the spectra of a head in drawing order, with their names and colours.
 pub(crate) fn named_spectra(s: &Spectra) -> [(&'static str, &'static str, &Spectrum); 6] {
     [
         ("Q", "#0072b2", &s.q),
@@ -230,7 +232,7 @@ pub(crate) fn named_spectra(s: &Spectra) -> [(&'static str, &'static str, &Spect
     ]
 }
 
-/// Singular values over the largest one against their number, both axes logarithmic, in a box.
+/// Draws singular values, relative to the largest, against their index in a box; both axes are logarithmic.
 pub(crate) fn spectra_lines(s: &Spectra, x: f64, y: f64, width: f64, height: f64) -> String {
     const LOWEST: f64 = -6.0;
     let longest = named_spectra(s).iter().map(|n| n.2.values.len()).max().unwrap_or(1).max(2) as f64;
@@ -280,11 +282,11 @@ pub struct Line {
     pub name: String,
     /// Points, in order.
     pub points: Vec<(f64, f64)>,
-    /// Drawn with dashes.
+    /// True for a dashed line.
     pub dashed: bool,
 }
 
-/// Lines over a plain axis, with a logarithmic one upwards and a level drawn across, as an SVG file.
+/// Draws lines as an SVG file: a linear horizontal axis, a logarithmic vertical one, and a level across.
 pub fn lines(title: &str, axes: [&str; 2], level: (&str, f64), lines: &[Line]) -> String {
     const COLOURS: [&str; 6] = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"];
     let (left, top, width, height) = (64.0, 34.0, 430.0, 280.0);

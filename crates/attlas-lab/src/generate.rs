@@ -12,24 +12,24 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How a text is continued.
+/// Settings of a continuation.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// Most tokens to add.
     pub max_tokens: usize,
-    /// How tokens are chosen.
+    /// Choice of the next token.
     pub sampling: Sampling,
-    /// Texts that end the answer, and are left out of it.
+    /// Texts that end the answer; they are not part of it.
     pub stop: Vec<String>,
-    /// Go on after a token that ends a text.
+    /// Continue after an end-of-text token.
     pub ignore_eos: bool,
-    /// Recipe of attention; exact where absent.
+    /// Recipe of attention; exact if absent.
     pub recipe: Option<Recipe>,
-    /// How keys and values are stored where layers keep them.
+    /// Storage format of keys and values, in layers that keep them.
     pub cache: CacheFormat,
     /// Type that operands of linear layers are rounded to.
     pub compute: Compute,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 
@@ -38,37 +38,37 @@ pub struct Settings {
 pub struct Generated {
     /// Tokens of the prompt.
     pub prompt_ids: Vec<u32>,
-    /// Tokens that were added, without the one that ended the text.
+    /// Generated tokens, without the one that ended the text.
     pub ids: Vec<u32>,
     /// Their text.
     pub text: String,
-    /// Why it ended.
+    /// Reason for its end.
     pub ended: Ended,
-    /// Tokens of the prompt run in a second.
+    /// Prompt tokens per second.
     pub prompt_tokens_per_second: f64,
-    /// Tokens added in a second, the prompt's time left out; `null` where fewer than two were added.
+    /// Generated tokens per second, without the prompt's time; `null` for fewer than two tokens.
     pub tokens_per_second: Option<f64>,
     /// Seconds in all.
     pub seconds: f64,
     /// Bytes of the cache and of the states of streams at the end.
     pub cache_bytes: usize,
-    /// How keys and values are stored where layers keep them.
+    /// Storage format of keys and values, in layers that keep them.
     pub cache: CacheFormat,
     /// Type that operands of linear layers were rounded to.
     #[serde(serialize_with = "crate::text::compute_name")]
     pub compute: Compute,
-    /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.
+    /// Formats of matrices that were multiplied in single precision nevertheless, with the number of matrices of each.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub in_f32: BTreeMap<&'static str, usize>,
     /// Layers with heads whose method has no stream: exact attention decodes there.
     pub decodes_exactly: Vec<usize>,
-    /// Layers whose heads all decode by streams, and that keep no keys beside them.
+    /// Layers whose heads all decode by streams and which store no keys.
     pub without_keys: Vec<usize>,
-    /// Whether the method's settings cover the prompt, so that exact attention read it under the method's name.
+    /// True if the method's settings cover the whole prompt: it was then read by exact attention.
     pub fell_back: bool,
 }
 
-/// Why a text ended.
+/// Reason why a text ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Ended {
@@ -84,7 +84,7 @@ pub enum Ended {
     Interrupted,
 }
 
-/// Watches a prompt being read.
+/// Reports progress while a prompt is read, and stops on request.
 struct Reading<'a> {
     stop: &'a AtomicBool,
     progress: &'a mut (dyn FnMut(usize, usize) + Send),
@@ -104,9 +104,8 @@ impl Observer for Reading<'_> {
     }
 }
 
-/// Continues `prompt_ids`. `show` is given the text as it grows, in pieces that are whole characters; text that may
-/// be the beginning of a stop text is held back until that is settled. `progress` receives how many tokens of the prompt are
-/// read, and of how many.
+/// Continues `prompt_ids`. `show` receives the text as it grows, in whole characters; text that may begin a stop text
+/// is held back until that is decided. `progress` receives the prompt tokens read, and their total.
 pub fn generate(
     model: &Arc<Model>,
     prompt_ids: &[u32],
@@ -196,7 +195,7 @@ pub fn generate(
     })
 }
 
-/// Text of which a part has been shown.
+/// A text and the part already shown.
 #[derive(Default)]
 struct Shown {
     all: String,
@@ -204,7 +203,7 @@ struct Shown {
 }
 
 impl Shown {
-    /// Takes the whole text so far; true if a stop text ended it.
+    /// Takes the whole text so far; returns true if a stop text ended it.
     fn grow(&mut self, whole: String, stops: &[String], show: &mut dyn FnMut(&str)) -> bool {
         self.all = whole;
         let found = stops.iter().filter_map(|s| self.all.find(s.as_str())).min();

@@ -1,6 +1,6 @@
-//! SHA-256 (FIPS 180-4), so that a record can name the text and the file it came from.
+//! SHA-256 (FIPS 180-4), with which records identify texts and files.
 
-/// The hash of `bytes`, in hexadecimal digits.
+/// Returns the hash of `bytes` in hexadecimal digits.
 pub fn sha256(bytes: &[u8]) -> String {
     let primes = first_primes::<64>();
     let constants = primes.map(|p| fraction_bits(f64::from(p).cbrt(), p, 3));
@@ -18,7 +18,7 @@ pub fn sha256(bytes: &[u8]) -> String {
     state.iter().map(|word| format!("{word:08x}")).collect()
 }
 
-/// The hash of a file, or of the files of a folder with their names, in their order.
+/// Returns the hash of a file, or of a folder's files with their names, in the order of names.
 pub fn sha256_of(path: &std::path::Path) -> std::io::Result<String> {
     if !path.is_dir() {
         return Ok(sha256(&std::fs::read(path)?));
@@ -39,8 +39,8 @@ fn first_primes<const N: usize>() -> [u32; N] {
     std::array::from_fn(|_| candidates.next().unwrap_or(0))
 }
 
-/// The first 32 bits of the fraction of the `degree`-th root of `p`, of which `root` is an approximation:
-/// the largest $r$ with $r^{degree} \le p\,2^{32\,degree}$, modulo $2^{32}$.
+/// Returns the first 32 bits of the fraction of the `degree`-th root of `p`, given its approximation `root`: the
+/// largest $r$ with $r^{degree} \le p\,2^{32\,degree}$, modulo $2^{32}$.
 fn fraction_bits(root: f64, p: u32, degree: u32) -> u32 {
     let fits = |r: u128| r.pow(degree) <= u128::from(p) << (32 * degree);
     let mut r = (root * 4_294_967_296.0) as u128;

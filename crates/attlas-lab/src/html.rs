@@ -6,7 +6,7 @@ use crate::table::{Table, count, number, seconds};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// The page.
+/// Returns the page of a comparison.
 pub fn comparison(c: &Comparison) -> String {
     let rows = table_rows(&c.table());
     let refused: String = c
@@ -49,11 +49,11 @@ pub fn comparison(c: &Comparison) -> String {
     )
 }
 
-/// The rows of a table, titles first.
+/// Returns the rows of a table, titles first.
 pub(crate) fn table_rows(table: &Table) -> String {
     let mut rows = String::new();
     for line in table.markdown().lines() {
-        // The table's own Markdown form is the source of its cells: titles, a rule, then rows.
+        // The cells come from the table's Markdown form: titles, a rule, then rows.
         if line.starts_with("| ---") {
             continue;
         }
@@ -74,7 +74,7 @@ const WIDTH: f64 = 860.0;
 const HEIGHT: f64 = 460.0;
 const MARGIN: f64 = 56.0;
 
-/// An axis in logarithms, between whole powers of ten.
+/// A logarithmic axis between whole powers of ten.
 struct Axis {
     lo: f64,
     hi: f64,
@@ -93,12 +93,12 @@ impl Axis {
         }
     }
 
-    /// With one more power below, which stands for zero.
+    /// Adds one more power below, which stands for zero.
     fn with_zero(self) -> Self {
         Self { lo: self.lo - 1.0, zero: true, ..self }
     }
 
-    /// 0 at the lower end, 1 at the upper.
+    /// Returns the position of `x`: 0 at the lower end, 1 at the upper.
     fn place(&self, x: f64) -> f64 {
         ((x.log10() - self.lo) / (self.hi - self.lo)).clamp(0.0, 1.0)
     }
@@ -117,11 +117,11 @@ struct Point<'a> {
     error: [f64; 3],
     seconds: f64,
     front: bool,
-    /// Computed exact attention under its own name.
+    /// True if its settings made it exact attention.
     fell_back: bool,
 }
 
-/// Every method with a finite error, and exact attention, by time.
+/// Returns every method with a finite error, and exact attention, ordered by time.
 fn points(c: &Comparison) -> Vec<Point<'_>> {
     let exact = Point {
         name: c.exact.method,
@@ -145,7 +145,7 @@ fn points(c: &Comparison) -> Vec<Point<'_>> {
     points
 }
 
-/// Error against time. Errors of zero, which have no logarithm, stand on a line of their own below the others.
+/// Plots error against time. Errors of zero, which have no logarithm, lie on a separate line below the others.
 fn plot(c: &Comparison) -> String {
     let points = points(c);
     let x = Axis::around(points.iter().map(|p| p.seconds));
@@ -206,10 +206,10 @@ fn plot(c: &Comparison) -> String {
         let (px, py) = (at_x(p.seconds), at_y(p.error[0]));
         let (lo, hi) = (at_y(p.error[1]), at_y(p.error[2]));
         let colour = colour(p.family);
-        // A ring where exact attention was computed under another name.
+        // A ring marks methods that computed exact attention.
         let fill = if p.fell_back { "none" } else { colour };
         let (tx, ty) = labels.place(px, py, p.name.len());
-        // A name that stands further away than beside its point gets a line to it.
+        // A name that is not directly beside its point gets a line to it.
         let edge = (px.clamp(tx, tx + 6.2 * p.name.len() as f64), py.clamp(ty - 9.0, ty + 2.0));
         if (edge.0 - px).hypot(edge.1 - py) > 12.0 {
             let _ = write!(
@@ -248,7 +248,7 @@ fn plot(c: &Comparison) -> String {
 /// The colour of the front: that of no family.
 const FRONT: &str = "#cc79a7";
 
-/// The plot alone, as a picture that stands for itself.
+/// Returns the plot alone, as a self-contained picture.
 pub fn picture(c: &Comparison) -> String {
     let style = "<style>text{font:11px system-ui,sans-serif;fill:#222}</style><rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>";
     let mut legend = String::new();
@@ -268,7 +268,7 @@ pub fn picture(c: &Comparison) -> String {
 
 const FAMILIES: [&str; 5] = ["exact", "clustering", "low_rank", "kernel", "baseline"];
 
-/// Origin of a page: model and text, machine, version and date.
+/// Describes the origin of a page: model and text, machine, version and date.
 pub(crate) fn origin(source: &str, metadata: &BTreeMap<String, String>) -> String {
     let known = |key: &str| metadata.get(key).filter(|v| !v.is_empty() && !source.contains(v.as_str()));
     let named = |key: &str| known(key).map(|v| format!(", {key} {v}")).unwrap_or_default();
@@ -282,7 +282,7 @@ pub(crate) fn origin(source: &str, metadata: &BTreeMap<String, String>) -> Strin
     )
 }
 
-/// One colour for each family; told apart in print and by the colour-blind (Okabe and Ito's palette).
+/// Returns the colour of a family, distinguishable in print and by the colour-blind (Okabe and Ito's palette).
 fn colour(family: &str) -> &'static str {
     match family {
         // Black on white, white where the page is dark.
@@ -294,7 +294,7 @@ fn colour(family: &str) -> &'static str {
     }
 }
 
-/// Places names beside their points without covering points or other names, where there is room.
+/// Placement of names beside their points; names avoid points and other names if there is room.
 #[derive(Default)]
 struct Labels {
     taken: Vec<[f64; 4]>,
@@ -310,7 +310,7 @@ impl Labels {
         let near = [(7.0, 4.0), (-7.0 - width, 4.0), (-width / 2.0, -8.0), (-width / 2.0, 17.0)];
         // A second column on either side.
         let sides = [near[0], near[1], near[2], near[3], (12.0 + width, 4.0), (-12.0 - 2.0 * width, 4.0)];
-        // Further and further up and down, as far as a line to the point can be followed.
+        // Positions move further up and down, as far as a line to the point can be followed.
         let lifts = (0..=24).map(|i: i32| 11.0 * f64::from(if i % 2 == 1 { -(i + 1) / 2 } else { i / 2 }));
         let boxes = lifts.flat_map(|lift| sides.iter().map(move |(dx, dy)| (x + dx, y + dy + lift)));
         let free = |&(tx, ty): &(f64, f64)| {
@@ -335,8 +335,9 @@ pub(crate) fn escape(text: &str) -> String {
 const PANELS: [f64; 2] = [60.0, 500.0];
 const PANEL: f64 = 340.0;
 
-/// A picture: error against the share of scores, and against the time over exact attention's; dashed as published, whole beside
-/// a near field or with one of its own. Exact attention stands at 1; an error of zero on the lowest line.
+/// Plots error against the share of scores, and against time over exact attention's. Curves are dashed for methods as
+/// published, solid with an added or built-in near field. Exact attention is at 1; an error of zero lies on the lowest
+/// line.
 pub fn curves(curves: &[Curve]) -> String {
     const WIDTH: f64 = 900.0;
     const HEIGHT: f64 = 440.0;

@@ -1,8 +1,8 @@
 //! Diagnostics of the heads of a layer: patterns, sinks, spectra, ranks, entropies.
 //!
-//! Every query head is looked at alone by [`attlas::diagnostics`], which stores no matrix of the size of the scores
-//! above a length. A head whose numbers are not finite, or that cannot be decomposed, is named and left out; the others
-//! are still reported.
+//! [`attlas::diagnostics`] analyses every query head separately and, above a length, stores no matrix of the size of
+//! the scores. A head that has non-finite numbers or cannot be decomposed is named and left out; the others are still
+//! reported.
 
 use crate::crew::{Alone, Crew};
 use crate::figures::{Cell, heat_image, layer_map, spectra_lines};
@@ -24,15 +24,15 @@ use std::fmt::Write;
 /// Settings of an inspection.
 #[derive(Clone, Debug, Default)]
 pub struct Settings {
-    /// Mask; the workload's own where absent.
+    /// Mask; the workload's own if absent.
     pub mask: Option<Mask>,
-    /// Query heads, counted from 0; all where absent.
+    /// Query heads, counted from 0; all if absent.
     pub heads: Option<Numbers>,
     /// Thresholds and sizes.
     pub figures: diagnostics::Settings,
 }
 
-/// Everything that was found.
+/// Result of an inspection.
 #[derive(Clone, Debug, Serialize)]
 pub struct Inspection {
     /// Source of the inputs.
@@ -51,7 +51,7 @@ pub struct Inspection {
     pub heads: Vec<Inspected>,
     /// Heads that were left out.
     pub skipped: Vec<SkippedHead>,
-    /// The caller asked to stop before every head was looked at.
+    /// The caller asked to stop before every head was inspected.
     pub interrupted: bool,
 }
 
@@ -66,7 +66,7 @@ pub struct Inspected {
     pub kv_head: usize,
     /// Seconds it took.
     pub seconds: f64,
-    /// The machine it was done on, where several processes shared the heads.
+    /// The machine that inspected it, if several processes shared the heads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
     /// The findings.
@@ -74,7 +74,7 @@ pub struct Inspected {
     pub report: HeadReport,
 }
 
-/// A head that could not be looked at.
+/// A head that could not be inspected.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct SkippedHead {
     /// Layer, where the source has layers.
@@ -85,7 +85,7 @@ pub struct SkippedHead {
     pub reason: String,
 }
 
-/// Looks at every chosen head.
+/// Inspects every chosen head.
 pub fn inspect(workload: &Workload, settings: &Settings, run: &mut Run<'_>) -> Result<Inspection> {
     inspect_with(workload, settings, &Alone::default(), &mut Ledger::none(), run)
 }
@@ -97,7 +97,7 @@ enum Said {
     Skipped(SkippedHead),
 }
 
-/// Everything that determines the figures of a head: two runs with the same key may share heads.
+/// Returns everything that determines the figures of a head: two runs with the same key may share heads.
 pub fn key(workload: &Workload, settings: &Settings) -> String {
     format!(
         "{} {:?} {:?} {:?} {}",
@@ -109,7 +109,7 @@ pub fn key(workload: &Workload, settings: &Settings) -> String {
     )
 }
 
-/// The same with heads shared among the processes of a crew and kept in a ledger; every process gets all of them.
+/// Inspects heads shared among the processes of a crew and kept in a ledger; every process gets all of them.
 pub fn inspect_with(
     workload: &Workload,
     settings: &Settings,
@@ -180,18 +180,18 @@ pub fn inspect_with(
     Ok(result)
 }
 
-/// A rank as it is read: `>` where only that much is known.
+/// Formats a rank, with `>` if it is only a lower bound.
 fn rank(r: AtLeast) -> String {
     format!("{}{}", if r.open { ">" } else { "" }, r.value)
 }
 
-/// A figure of a head that is drawn over layers and heads.
+/// A quantity drawn over layers and heads.
 pub(crate) struct Figure {
     pub(crate) name: &'static str,
-    /// `count`, `number` or `share`, which says how it is written.
+    /// Number format: `count`, `number` or `share`.
     pub(crate) kind: &'static str,
     pub(crate) of: fn(&HeadReport) -> f64,
-    /// Whether only that much is known.
+    /// Returns true if the value is only a lower bound.
     pub(crate) open: fn(&HeadReport) -> bool,
 }
 
@@ -233,7 +233,7 @@ pub(crate) const FIGURES: [Figure; 8] = [
     },
 ];
 
-/// A rank with its title in tables and its name in files.
+/// Column of a rank, with its title in tables and its name in files.
 const fn rank_column(title: &'static str, at: &'static str) -> Column {
     Column::table(
         title,
@@ -291,12 +291,12 @@ fn sink(s: &Value) -> String {
 }
 
 impl Inspection {
-    /// One line for each head.
+    /// Returns a table with one line per head.
     pub fn table(&self) -> Table {
         Table::of(&self.heads, &COLUMNS)
     }
 
-    /// Mean mass of a row that its largest weights hold, one line for each head.
+    /// Returns the mean share of a row's mass in its largest weights, one line per head.
     pub fn mass_table(&self) -> Table {
         let mut columns = COLUMNS[..2].to_vec();
         columns.extend([
@@ -310,12 +310,12 @@ impl Inspection {
         Table::of(&self.heads, &columns)
     }
 
-    /// The same with all digits and more columns.
+    /// Returns a table with all digits and more columns.
     pub fn csv_table(&self) -> Table {
         Table::csv_of(&self.heads, &COLUMNS)
     }
 
-    /// Meaning of the columns.
+    /// Explains the columns.
     pub fn legend(&self) -> String {
         let s = &self.settings;
         format!(
@@ -329,7 +329,7 @@ impl Inspection {
         )
     }
 
-    /// The number of heads with a sink at their first key, and what a sink is.
+    /// States the number of heads with a sink at their first key, and the definition of a sink.
     pub fn sinks_said(&self) -> String {
         format!(
             "{} have a sink at their first key (half of the rows: over {} x uniform)",
@@ -338,7 +338,7 @@ impl Inspection {
         )
     }
 
-    /// Figures over layers and heads, each with its name.
+    /// Returns the figures over layers and heads, each with its name.
     fn maps(&self) -> Vec<(&'static str, String)> {
         let cell = |figure: &Figure, h: &Inspected| {
             let (value, label) = ((figure.of)(&h.report), figure.shown(&h.report));
@@ -348,7 +348,7 @@ impl Inspection {
         FIGURES.iter().map(|f| (f.name, layer_map(f.name, &cells(f)))).collect()
     }
 
-    /// Patterns and spectra of every head as a picture that stands for itself.
+    /// Returns patterns and spectra of every head as a self-contained picture.
     pub fn picture(&self) -> String {
         let height = PANEL_HEIGHT * self.heads.len() as f64 + 8.0;
         let mut svg = format!(
@@ -362,7 +362,7 @@ impl Inspection {
         svg + "</svg>\n"
     }
 
-    /// Sections for each layer with the panels of its heads, folded away where they are many.
+    /// Returns a section per layer with the panels of its heads, collapsed if there are many.
     fn sections(&self) -> String {
         let mut out = String::new();
         let open = if self.heads.len() <= 16 { " open" } else { "" };
@@ -382,7 +382,7 @@ impl Inspection {
         out
     }
 
-    /// Heads that were left out, as a list; empty where none was.
+    /// Returns a list of the heads left out; empty if there are none.
     pub(crate) fn skipped_list(&self) -> String {
         if self.skipped.is_empty() {
             return String::new();
@@ -395,7 +395,7 @@ impl Inspection {
         format!("<h2>Left out</h2><ul>{items}</ul>\n")
     }
 
-    /// The whole as one page that loads nothing.
+    /// Returns the inspection as one self-contained page.
     pub fn page(&self) -> String {
         let maps: String = self
             .maps()
@@ -441,7 +441,7 @@ fn place(layer: Option<usize>, head: usize) -> String {
 }
 
 impl SkippedHead {
-    /// The head and the reason, in one line.
+    /// Names the head and the reason in one line.
     pub fn line(&self) -> String {
         format!("{} left out: {}", place(self.layer, self.head), self.reason)
     }
@@ -452,7 +452,7 @@ impl Inspected {
         place(self.layer, self.head)
     }
 
-    /// Leading block, whole and spectra side by side, from `top` downwards.
+    /// Draws leading block, whole matrix and spectra side by side, from `top` downwards.
     fn panel(&self, top: f64) -> String {
         let r = &self.report;
         let w = &r.weights;

@@ -13,10 +13,10 @@ use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Where weights come from.
+/// Source of a layer's weights.
 #[derive(Clone, Debug, PartialEq)]
 pub enum WeightSource {
-    /// A safetensors file: `NAME` or `NAME.weight`, `outputs × inputs`, and where there is one `NAME.bias`.
+    /// A safetensors file: `NAME` or `NAME.weight`, `outputs × inputs`, and optionally `NAME.bias`.
     File(PathBuf),
     /// Normal numbers of variance one over the number of inputs, from this seed.
     Random(u64),
@@ -31,13 +31,13 @@ pub struct Settings {
     pub heads: usize,
     /// Key heads.
     pub kv_heads: usize,
-    /// Width of queries and keys of one head; that of the input over the heads where absent.
+    /// Width of one head's queries and keys; if absent, the input width divided by the number of heads.
     pub d: Option<usize>,
-    /// Width of values of one head; `d` where absent.
+    /// Width of values of one head; `d` if absent.
     pub d_v: Option<usize>,
     /// With a causal mask, or without one.
     pub mask: Mask,
-    /// Hidden states of another sequence, of which keys and values are made; without a mask.
+    /// Hidden states of another sequence, for keys and values; without a mask.
     pub context: Option<Tensor<f64>>,
     /// The weights.
     pub weights: WeightSource,
@@ -50,7 +50,7 @@ pub struct WeightEntry {
     pub name: &'static str,
     /// Outputs and inputs.
     pub shape: [usize; 2],
-    /// The layer works without it.
+    /// True if the layer works without it.
     pub optional: bool,
 }
 
@@ -71,20 +71,20 @@ pub struct Record {
     pub shape: Vec<usize>,
     /// Tokens: the product of the other numbers.
     pub tokens: usize,
-    /// Which tokens a token sees.
+    /// Mask.
     pub mask: Mask,
-    /// Tokens of the other sequence that keys and values are of, where there is one.
+    /// Tokens of the other sequence, if keys and values come from one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_tokens: Option<usize>,
     /// Query heads, key heads, widths of queries and values.
     pub heads: [usize; 4],
     /// The weights it takes.
     pub weights: Vec<WeightEntry>,
-    /// Numbers in those that were there.
+    /// Numbers in the weights given.
     pub parameters: usize,
-    /// Numbers that its cache holds for each token.
+    /// Numbers cached per token.
     pub cache_elements: usize,
-    /// Counted operations, where the layer counts them.
+    /// Counted operations, if the layer counts them.
     pub flops: Option<u64>,
     /// Norm of the output over that of the input.
     pub gain: f64,
@@ -165,7 +165,7 @@ pub fn run(
     Ok((record, out))
 }
 
-/// The rows of another sequence.
+/// Returns the rows of the other sequence.
 fn context_rows(context: &Tensor<f64>, d_model: usize, mask: Mask) -> Result<Mat<f32>> {
     if mask == Mask::Causal {
         let expected = "no causal mask: the tokens of another sequence come neither before nor after";
@@ -183,12 +183,12 @@ fn context_rows(context: &Tensor<f64>, d_model: usize, mask: Mask) -> Result<Mat
     }
 }
 
-/// Reads hidden states of a `.npy`, `.npz` or `.safetensors` file.
+/// Reads hidden states from a `.npy`, `.npz` or `.safetensors` file.
 pub fn read_states(path: &Path, name: Option<&str>) -> Result<Tensor<f64>> {
     read_tensor(path, name)
 }
 
-/// Weights that a layer needs, drawn; those it can do without are left out.
+/// Draws the weights that a layer requires; optional ones are left out.
 fn random(specs: &[WeightSpec], seed: u64) -> Weights {
     let needed = specs.iter().filter(|w| !w.optional);
     needed
@@ -201,7 +201,7 @@ fn random(specs: &[WeightSpec], seed: u64) -> Weights {
         .collect()
 }
 
-/// The weights of a safetensors file; a tensor that the layer does not take is an error.
+/// Reads weights from a safetensors file; a tensor that the layer does not take is an error.
 fn read_weights(path: &Path, specs: &[WeightSpec]) -> Result<Weights> {
     let bytes = std::fs::read(path).map_err(|e| Error::reading(path, e))?;
     let malformed = |reason: String| Error::Malformed { path: path.into(), format: "safetensors", reason };

@@ -1,12 +1,12 @@
 //! Workloads, comparisons and benchmarks: the measuring part of attlas.
 //!
 //! A [`Source`] names inputs and loads them, a [`Selection`](select::Selection) names methods with their
-//! settings, [`budget`] makes them spend the same, [`mod@compare`] measures errors and times on those inputs, [`mod@bench`] measures how times grow with
-//! the length beside what the [`machine`] can do, and [`atlas`] describes everything the registry holds.
-//! [`mod@calibrate`] lets methods learn from text, [`mod@extract`], [`mod@perplexity`] and [`mod@generate`] run a pretrained model over a text, [`mod@inspect`] looks
-//! inside heads, [`mod@tune`] chooses a method for each, and [`report`] puts it on one page. Results
-//! are plain records that serialise; [`table`] lays them out for people. This is the one crate that reads the
-//! clock.
+//! settings, [`budget`] gives them equal budgets, [`mod@compare`] measures errors and times on those inputs,
+//! [`mod@bench`] measures how times grow with length against the ceilings of the [`machine`], and [`atlas`] describes
+//! the contents of the registry. [`mod@calibrate`] lets methods learn from text, [`mod@extract`], [`mod@perplexity`]
+//! and [`mod@generate`] run a pretrained model over a text, [`mod@inspect`] looks inside heads, [`mod@tune`] chooses a
+//! method for each, and [`report`] collects the results on one page. Results are plain records that serialise;
+//! [`table`] formats them as tables. Only this crate reads the clock.
 
 #![forbid(unsafe_code)]
 

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use serde::Serialize;
 use std::hint::black_box;
 
-/// A machine with its measured ceilings, for the threads and instruction set of a workspace.
+/// A machine with its measured ceilings, for a workspace's threads and instruction set.
 #[derive(Clone, Debug, Serialize)]
 pub struct Machine {
     /// Name of the processor.
@@ -20,29 +20,29 @@ pub struct Machine {
     pub threads: usize,
     /// Instruction set of the kernels.
     pub isa: String,
-    /// Most billions of single-precision operations per second, all threads; a multiply-add counts two. None where
-    /// the burst takes no longer when it has more to do, so that its time says nothing.
+    /// Most billions of single-precision operations per second, all threads; a multiply-add counts two. None if a burst
+    /// does not take longer with more work, because its time is then meaningless.
     pub fma_gflops: Option<f64>,
     /// Most billions of bytes per second that all threads read from memory, summing as floats or as integers: a
     /// float sum in strict order waits for its additions and not for memory.
     pub read_gbs: f64,
-    /// The same where one run of 8 KiB in sixteen is read, at random: what the clusters of a long cache are read like.
+    /// Bandwidth of reading one run of 8 KiB in sixteen, at random: the access pattern of clusters in a long cache.
     pub scattered_gbs: f64,
     /// Most billions of bytes per second that all threads copy in memory; each byte counts twice, read and written.
     pub copy_gbs: f64,
 }
 
-/// Seconds of one burst of multiply-adds, and the number of bursts and passes whose best is taken.
+/// Seconds of one burst of multiply-adds, and the number of bursts or passes; the best one counts.
 const BURST_SECONDS: f64 = 0.04;
 const BURSTS: usize = 7;
-/// Bursts that are shorter by this factor, and their number.
+/// Number of short bursts, and the factor by which they are shorter.
 const SHORT_BURSTS: u64 = 32;
-/// Elements of a run, and runs of which one is read, where runs lie scattered.
+/// Elements of a run; one of `RUNS` runs is read in scattered reading.
 const RUN: usize = 8192 / size_of::<f32>();
 const RUNS: usize = 16;
 
 impl Machine {
-    /// Measures, in about a second. `bytes` of memory are read; far more than any cache is honest.
+    /// Measures the machine in about a second. Reads `bytes` of memory, which should be far more than any cache.
     pub fn measure(ws: &Workspace, bytes: usize) -> Self {
         let schedule = *ws.schedule();
         let fma = Self::fma_peak(ws);
@@ -75,7 +75,7 @@ impl Machine {
         }
     }
 
-    /// [`Self::fma_gflops`] alone, in about a third of a second: clocks change, so that a figure is best compared
+    /// Measures only [`Self::fma_gflops`], in about a third of a second: clocks change, and a figure is best compared
     /// with the peak of the same moment.
     pub fn fma_peak(ws: &Workspace) -> Option<f64> {
         let isa = ws.schedule().isa;
@@ -97,18 +97,18 @@ impl Machine {
             let (flops, seconds) = burst(iterations);
             flops / seconds
         };
-        // Where others use the machine, a short burst may find it free when a long one does not.
+        // On a shared machine a short burst may find free processors when a long one does not.
         let short = (0..SHORT_BURSTS).map(|_| rate((iterations / SHORT_BURSTS).max(1))).fold(0.0, f64::max);
         Some(1e-9 * best(|| rate(iterations)).max(short))
     }
 
-    /// [`Self::read_gbs`] alone.
+    /// Measures only [`Self::read_gbs`].
     pub fn read_peak(ws: &Workspace, bytes: usize) -> f64 {
         read_peak(ws, &memory(ws, (bytes / size_of::<f32>()).max(1024)))
     }
 }
 
-/// A machine in one line: processor, platform, processors, instruction set and threads in use.
+/// Describes a machine in one line: processor, platform, processors, instruction set and threads in use.
 pub fn name(ws: &Workspace) -> String {
     let schedule = ws.schedule();
     format!(
@@ -122,8 +122,8 @@ pub fn name(ws: &Workspace) -> String {
     )
 }
 
-/// Processors of the machine, whichever of them this process may use: a launcher that binds processes to them does not make
-/// it another one.
+/// Returns the number of processors of the machine, not only of those this process may use: a launcher that binds
+/// processes must not make it look like another machine.
 fn processors() -> usize {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     match text.lines().filter(|l| l.starts_with("processor")).count() {
@@ -132,12 +132,12 @@ fn processors() -> usize {
     }
 }
 
-/// The greatest of several measurements.
+/// Returns the largest of several measurements.
 fn best(mut rate: impl FnMut() -> f64) -> f64 {
     (0..BURSTS).map(|_| rate()).fold(0.0, f64::max)
 }
 
-/// Memory to read, in large pages as a long cache, each thread's share of it written by that thread, so that pages lie
+/// Returns memory to read, in large pages like a long cache. Each thread writes its own share, which places the pages
 /// near it.
 fn memory(ws: &Workspace, len: usize) -> Vec<f32> {
     let mut source: Vec<f32> = pages::zeros(len);
@@ -169,7 +169,7 @@ fn read_peak(ws: &Workspace, source: &[f32]) -> f64 {
     1e-9 * floats.max(integers)
 }
 
-/// [`Machine::scattered_gbs`]; every pass reads other runs, which no cache holds.
+/// Measures [`Machine::scattered_gbs`]; every pass reads other runs, which are in no cache.
 fn scattered_peak(ws: &Workspace, source: &[f32]) -> f64 {
     let runs: Vec<&[f32]> = source.chunks_exact(RUN).collect();
     let mut passes = 0;
@@ -186,30 +186,30 @@ fn scattered_peak(ws: &Workspace, source: &[f32]) -> f64 {
     })
 }
 
-/// Iterations that keep a burst busy for [`BURST_SECONDS`]; none if even an impossible number does not, which shows
-/// that the work was optimised away.
+/// Returns the number of iterations that take [`BURST_SECONDS`]; none if even an impossible number is faster, because
+/// the work was then optimised away.
 fn enough_iterations(mut seconds: impl FnMut(u64) -> f64) -> Option<u64> {
     (12..=34).map(|power| 1 << power).find(|&iterations| seconds(iterations) >= BURST_SECONDS)
 }
 
-/// Reads every element; integer addition has no order, so that the sum keeps up with memory.
+/// Reads every element. Integer addition is associative: the sum vectorises and keeps up with memory.
 fn sum_of_bits(x: &[f32]) -> u32 {
     x.iter().fold(0, |sum, v| sum.wrapping_add(v.to_bits()))
 }
 
-/// The processor and the platform, for the head of a page.
+/// Returns processor and platform, for the head of a page.
 pub fn processor() -> String {
     format!("{} ({} {})", cpu_name(), std::env::consts::ARCH, std::env::consts::OS)
 }
 
-/// The day, as `2026-01-31`, in universal time.
+/// Returns the date in universal time, as `2026-01-31`.
 pub fn date() -> String {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
     let (year, month, day) = civil(now.map_or(0, |d| d.as_secs() / 86400));
     format!("{year:04}-{month:02}-{day:02}")
 }
 
-/// Year, month and day of a number of days after 1970-01-01, by eras of 400 years that begin in March.
+/// Converts days after 1970-01-01 to year, month and day, by eras of 400 years that begin in March.
 fn civil(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, of_era) = (days / 146_097, days % 146_097);
@@ -221,8 +221,8 @@ fn civil(days: u64) -> (u64, u64, u64) {
     (era * 400 + year + u64::from(month <= 2), month, day)
 }
 
-/// An error where the product of `sizes` is more bytes than this machine has, or where that is not known, than can be
-/// set aside: a process that asks for them would be ended.
+/// Fails if the product of `sizes` is more bytes than this machine has, or, if that is unknown, than can be allocated:
+/// the system would kill a process that used them.
 pub(crate) fn check_room(what: &str, sizes: &[usize]) -> Result<()> {
     let needed = sizes.iter().fold(1usize, |n, &size| n.saturating_mul(size));
     let fits = match memory_of(&std::fs::read_to_string("/proc/meminfo").unwrap_or_default()) {
@@ -232,13 +232,13 @@ pub(crate) fn check_room(what: &str, sizes: &[usize]) -> Result<()> {
     if fits { Ok(()) } else { Err(Error::NoRoom { what: what.into(), needed }) }
 }
 
-/// Bytes of memory by the words of Linux.
+/// Parses the bytes of memory from Linux's `/proc/meminfo`.
 fn memory_of(text: &str) -> Option<usize> {
     let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
 }
 
-/// Name of the processor, where the system gives it.
+/// Returns the name of the processor, if the system reports it.
 fn cpu_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = text.lines().find(|l| l.starts_with("model name") || l.starts_with("Model"));

@@ -1,8 +1,8 @@
-//! Reading `.npy`: one array of single- or double-precision numbers, from bytes that are not trusted.
+//! Reading of `.npy`: one array of single- or double-precision numbers, from untrusted bytes.
 //!
 //! A file is `\x93NUMPY`, a version, the length of the header, a header that is a Python dictionary of `descr`,
-//! `fortran_order` and `shape`, and the elements. Lengths are checked against the bytes that are there before
-//! anything is set aside, and the header is read by position, not by evaluating it.
+//! `fortran_order` and `shape`, and the elements. Lengths are checked against the available bytes before any
+//! allocation, and the header is parsed by position, never evaluated.
 //!
 //! Reference: NumPy, `numpy.lib.format`.
 
@@ -30,7 +30,7 @@ pub(crate) struct Header {
 const MAX_HEADER: usize = 10_000;
 
 impl Header {
-    /// Reads it from `input`, and not a byte more.
+    /// Reads the header from `input`, and no byte more.
     pub(crate) fn read(input: &mut impl std::io::Read) -> Result<Self, String> {
         let mut take = |bytes: &mut [u8], what: &str| {
             input.read_exact(bytes).map_err(|_| format!("the file ends in {what}"))
@@ -81,13 +81,13 @@ impl Header {
         Ok(Self { shape, big_endian, width, start: start + len })
     }
 
-    /// Bytes of the whole file, if they can be counted.
+    /// Returns the size of the whole file in bytes, or none if it overflows.
     pub(crate) fn file_bytes(&self) -> Option<usize> {
         let count = self.shape.iter().try_fold(self.width, |n, &d| n.checked_mul(d));
         count.and_then(|n| n.checked_add(self.start))
     }
 
-    /// The array of these elements.
+    /// Builds the array from its elements.
     pub(crate) fn array<T: Real>(self, elements: &[u8]) -> Result<Npy<T>, String> {
         let Self { shape, big_endian, width, start } = self;
         let count =
@@ -110,14 +110,14 @@ impl Header {
     }
 }
 
-/// Reads a whole file in the element type `T`, or says what is wrong with it.
+/// Parses a whole file into the element type `T`; the error says what is wrong with it.
 pub(crate) fn parse<T: Real>(bytes: &[u8]) -> Result<Npy<T>, String> {
     let mut rest = bytes;
     let header = Header::read(&mut rest)?;
     header.array(rest)
 }
 
-/// The text after `'key':` in the header.
+/// Returns the text after `'key':` in the header.
 fn value<'a>(header: &'a str, key: &str) -> Result<&'a str, String> {
     ['\'', '"']
         .iter()
@@ -132,7 +132,7 @@ fn quoted(text: &str) -> Option<&str> {
     text[1..].split_once(quote).map(|(inside, _)| inside)
 }
 
-/// A tuple of sizes.
+/// Parses a tuple of sizes.
 fn numbers(text: &str) -> Result<Vec<usize>, String> {
     let wrong = || format!("shape is {:?}, not a tuple of sizes", text.chars().take(40).collect::<String>());
     let inside = text.strip_prefix('(').and_then(|t| t.split_once(')')).ok_or_else(wrong)?.0;

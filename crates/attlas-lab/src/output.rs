@@ -1,9 +1,8 @@
-//! Files that commands write: whole or not at all, and never over something that is not meant to be replaced.
+//! Files that commands write: whole or not at all, and never over anything that must not be replaced.
 //!
-//! A file is written under a new, random name in the folder where it shall stand, synced, and renamed; the folder is
-//! synced after it. Symbolic links are followed, so that the file they lead to is replaced and the link stays. Devices,
-//! pipes and folders are refused, and so are the inputs of the command. [`check`] finds all of that out, and whether the
-//! folder can be written, before any work is done.
+//! A file is written under a new, random name in its folder, synced and renamed; then the folder is synced. Symbolic
+//! links are followed: the file they lead to is replaced, and the link stays. Devices, pipes, folders and the command's
+//! own inputs are refused. [`check`] tests all of this, and that the folder is writable, before any work is done.
 
 use crate::{Error, Result};
 use std::collections::hash_map::RandomState;
@@ -12,13 +11,13 @@ use std::hash::{BuildHasher, Hasher};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// Links that are followed before a chain is called endless, as the kernel does.
+/// Links followed before a chain counts as endless, as in the kernel.
 const LINKS: usize = 40;
 /// Random names that are tried.
 const NAMES: usize = 16;
 
-/// An error if one of `outputs`, each with the flag that names it, could not be written later: it is a device, a pipe, a
-/// folder, one of the files in `inputs`, the same file as another output, or stands where nothing can be written.
+/// Fails if one of `outputs`, each with its flag, could not be written later: a device, a pipe, a folder, one of the
+/// `inputs`, the same file as another output, or a file in a folder that is not writable.
 pub fn check(outputs: &[(&str, &Path)], inputs: &[&Path]) -> Result<()> {
     let mut places: Vec<PathBuf> = Vec::new();
     for &(flag, path) in outputs {
@@ -44,13 +43,13 @@ pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     replace(path, bytes, false).map(drop)
 }
 
-/// The same; the file stays open for more to be appended, with a lock that other processes see from the moment it stands
-/// in its place.
+/// Writes `bytes` and keeps the file open for appending, with a lock that other processes see from the moment of the
+/// rename.
 pub(crate) fn write_locked(path: &Path, bytes: &[u8]) -> Result<File> {
     replace(path, bytes, true)
 }
 
-/// Writes a figure: as PDF where the name ends in `.pdf`, otherwise as the SVG that it is.
+/// Writes a figure: as PDF if the name ends in `.pdf`, otherwise as SVG.
 pub fn write_figure(path: &Path, svg: &str) -> Result<()> {
     match path.extension().is_some_and(|e| e.eq_ignore_ascii_case("pdf")) {
         true => write(path, &crate::pdf::from_svg(svg)?),
@@ -58,7 +57,7 @@ pub fn write_figure(path: &Path, svg: &str) -> Result<()> {
     }
 }
 
-/// Opens a file that is there and locks it against other processes; `None` where there is no file.
+/// Opens an existing file and locks it against other processes; `None` if there is no file.
 pub(crate) fn lock(path: &Path) -> Result<Option<File>> {
     for _ in 0..NAMES {
         let file = match OpenOptions::new().read(true).append(true).open(path) {
@@ -75,11 +74,11 @@ pub(crate) fn lock(path: &Path) -> Result<Option<File>> {
                     "one that is being written",
                 ));
             }
-            // A file system without locks: one process at a time is then up to the user.
+            // On a file system without locks the user must run one process at a time.
             Err(std::fs::TryLockError::Error(e)) if e.kind() == ErrorKind::Unsupported => {}
             Err(std::fs::TryLockError::Error(e)) => return Err(Error::writing(path, e)),
         }
-        // Whoever held the lock may have put a new file in its place meanwhile.
+        // The former holder of the lock may have replaced the file meanwhile.
         let (ours, there) = (file.metadata(), std::fs::metadata(path));
         match (ours, there) {
             (Ok(ours), Ok(there)) if same(&ours, &there) => return Ok(Some(file)),
@@ -95,7 +94,8 @@ fn replace(path: &Path, bytes: &[u8], locked: bool) -> Result<File> {
     let (mut file, temporary) = create_beside(&place).map_err(failed)?;
     let written = (|| {
         if locked {
-            // New and of a random name, so nobody else has it; where there are no locks, none is kept.
+            // The file is new and its name random: no other process has it. Without locks in the file system, none is
+            // kept.
             let _ = file.try_lock();
         }
         if let Ok(old) = std::fs::metadata(&place) {
@@ -113,7 +113,8 @@ fn replace(path: &Path, bytes: &[u8], locked: bool) -> Result<File> {
     Ok(file)
 }
 
-/// The file that a path leads to, past symbolic links; an error where that is neither a regular file nor nothing yet.
+/// Returns the file that a path leads to through symbolic links; an error if something other than a regular file exists
+/// there.
 fn place(path: &Path) -> Result<PathBuf> {
     let mut at = path.to_path_buf();
     for _ in 0..LINKS {
@@ -139,12 +140,12 @@ fn place(path: &Path) -> Result<PathBuf> {
     Err(Error::argument("the output", "a link that leads to a file", format!("'{}'", path.display())))
 }
 
-/// The folder that a file stands in.
+/// Returns the folder of a file.
 fn folder(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// A new file of a random name beside `path`, hidden where names that begin with a dot are.
+/// Creates a new file with a random name beside `path`; the name begins with a dot, which hides it on Unix.
 fn create_beside(path: &Path) -> io::Result<(File, PathBuf)> {
     let mut last = ErrorKind::AlreadyExists.into();
     for _ in 0..NAMES {
@@ -161,7 +162,7 @@ fn create_beside(path: &Path) -> io::Result<(File, PathBuf)> {
     Err(last)
 }
 
-/// A number that nobody can guess: the keys of a map's hash are.
+/// Returns an unpredictable number, from the random keys of a map's hasher.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
 }
@@ -185,7 +186,7 @@ fn sync_folder(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether writing `place` would destroy something that is read: the file itself, a part of a split one, or a file of a
+/// Returns true if writing `place` would destroy an input: the file itself, a part of a split file, or a file of a
 /// model's folder.
 fn is_input(place: &Path, input: &Path) -> bool {
     let ends = |path: &Path, kinds: &[&str]| {
@@ -221,7 +222,7 @@ fn same(a: &Metadata, b: &Metadata) -> bool {
     (a.dev(), a.ino()) == (b.dev(), b.ino())
 }
 
-/// Elsewhere files have no numbers that tell them apart.
+/// Other systems have no inode numbers to compare.
 #[cfg(not(unix))]
 fn same(_: &Metadata, _: &Metadata) -> bool {
     true

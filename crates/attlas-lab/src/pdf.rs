@@ -1,14 +1,14 @@
 //! Figures as PDF, drawn from the SVG that this crate writes: rectangles, lines, polylines, circles, straight paths, text and
-//! indexed images. What is not among them is an error, so that no picture loses a part in silence.
+//! indexed images. Any other element is an error: no picture silently loses a part.
 //!
-//! Text is set in Helvetica, which every reader of PDF has; raised characters that its encoding lacks are set smaller and
+//! Text is set in Helvetica, which every PDF reader has; raised characters that its encoding lacks are set smaller and
 //! higher.
 
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Points of a unit of SVG, of which 96 make an inch.
+/// Points per SVG unit; 96 units are an inch.
 const UNIT: f64 = 0.75;
 
 /// Widths of Helvetica's characters from the space to the tilde, in thousandths of its size.
@@ -20,7 +20,7 @@ const WIDTHS: [u16; 95] = [
     278, 556, 500, 722, 500, 500, 500, 334, 260, 334, 584,
 ];
 
-/// The picture as a PDF file of one page.
+/// Converts a picture to a PDF file of one page.
 pub fn from_svg(svg: &str) -> Result<Vec<u8>> {
     let mut page = Page::default();
     let mut rest = svg;
@@ -77,7 +77,7 @@ fn unescape(text: &str) -> String {
     text.replace("&amp;", "&")
 }
 
-/// Names and values of a tag; those of `style` join them.
+/// Returns the attributes of a tag, with those in `style` merged.
 fn attributes(tag: &str) -> Result<Attributes> {
     let mut found = Attributes::new();
     let mut parts = tag.split('"');
@@ -159,7 +159,7 @@ impl Page {
         Ok(())
     }
 
-    /// Size and colour of text from `text{font:11px …;fill:#222}`.
+    /// Parses size and colour of text from `text{font:11px …;fill:#222}`.
     fn style(&mut self, css: &str) {
         let rule = css.split("text{").nth(1).and_then(|r| r.split('}').next()).unwrap_or_default();
         for part in rule.split(';') {
@@ -174,7 +174,7 @@ impl Page {
         }
     }
 
-    /// A length; percentages are shares of `whole`.
+    /// Parses a length; percentages are shares of `whole`.
     fn length(&self, a: &Attributes, name: &str, whole: f64) -> Result<f64> {
         let Some(text) = a.get(name) else { return Ok(0.0) };
         let number = |t: &str| t.parse::<f64>().ok().filter(|x| x.is_finite());
@@ -282,7 +282,7 @@ impl Page {
         self.paint(a, &(path + " h"))
     }
 
-    /// Straight lines: M, L, H, V and Z with absolute places.
+    /// Parses straight lines: M, L, H, V and Z with absolute coordinates.
     fn path(&mut self, a: &Attributes) -> Result<()> {
         let text = a.get("d").map_or("", String::as_str);
         let (mut path, mut at) = (String::new(), (0.0, 0.0));
@@ -319,7 +319,7 @@ impl Page {
             _ => 0.0,
         };
         let (x, y) = (self.length(a, "x", self.width)?, self.length(a, "y", self.height)?);
-        // Along the line, and across it, upwards.
+        // Unit vectors along the line and upwards across it.
         let (along, across, origin) = match a.get("transform") {
             None => ((1.0, 0.0), (0.0, -1.0), (x, y)),
             Some(t) => {
@@ -373,7 +373,7 @@ impl Page {
         Ok(())
     }
 
-    /// The objects of the file one after another, with the table of their places.
+    /// Assembles the objects of the file and the table of their offsets.
     fn file(self) -> Result<Vec<u8>> {
         if self.width <= 0.0 || self.height <= 0.0 {
             return Err(unknown("a picture without a size"));
@@ -454,7 +454,7 @@ fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// Characters that are set alike, as codes of the encoding.
+/// Characters of the same style, as codes of the encoding.
 struct TextRun {
     codes: Vec<u8>,
     raised: bool,
@@ -475,7 +475,7 @@ impl TextRun {
     }
 }
 
-/// Text in the codes of the encoding.
+/// Encodes text as runs of the same style.
 fn runs(text: &str) -> Result<Vec<TextRun>> {
     let mut runs: Vec<TextRun> = Vec::new();
     for c in text.chars().filter(|c| *c != '\n') {
@@ -534,7 +534,7 @@ fn unbase64(text: &str) -> Option<Vec<u8>> {
 }
 
 impl Image {
-    /// The parts of a PNG of indexed colours, eight bits each.
+    /// Extracts the parts of a PNG of indexed colours with eight bits each.
     fn from_png(bytes: &[u8]) -> Option<Self> {
         let word = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
         let mut image = Self { width: word(16)?, height: word(20)?, palette: Vec::new(), data: Vec::new() };

@@ -1,8 +1,9 @@
-//! How well a model predicts a text, and what another attention does to that.
+//! Perplexity of a model on a text, and its change under another attention.
 //!
 //! With a recipe the model runs twice over every window, once with exact attention, and the two predictions are
-//! compared token by token as they are made; no logits are kept. Windows are independent: several processes share them,
-//! and the figures of single tokens are added up in the order of the text, so that the sums are those of one process.
+//! compared token by token as they are made; no logits are kept. Windows are independent and can be shared by several
+//! processes. Figures of single tokens are added in the order of the text: the sums do not depend on the number of
+//! processes.
 
 use crate::crew::{Alone, Crew, Together};
 use crate::extract::bos;
@@ -22,45 +23,45 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How a text is cut and run.
+/// Settings of a measurement: windows, attention and number formats.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Which tokens are scored, in which windows.
+    /// Windows, and the tokens scored in them.
     pub protocol: Protocol,
-    /// Put the token for the beginning of a text at the start of every window. With [`Protocol::SecondHalf`]
-    /// it replaces the first token; otherwise a window holds one token of the text less.
+    /// Put the beginning-of-text token at the start of every window. With [`Protocol::SecondHalf`] it replaces the
+    /// first token; otherwise a window has one token of the text less.
     pub bos: bool,
-    /// Build a prompt that needs far keys from the text and score only the tokens that need them; the protocol
-    /// then gives the length of the prompt alone.
+    /// Build from the text a prompt that needs distant keys, and score only the tokens that need them; the protocol
+    /// then gives only the length of the prompt.
     pub task: Option<Task>,
-    /// Recipe of attention; exact where absent.
+    /// Recipe of attention; exact if absent.
     pub recipe: Option<Recipe>,
     /// Format of stored keys and values; the cost is measured beside single precision.
     pub cache: CacheFormat,
     /// Type that operands of linear layers are rounded to; the cost is measured beside single precision.
     pub compute: Compute,
-    /// What processes share, where there are several.
+    /// Division of the work if there are several processes.
     pub sharing: Sharing,
 }
 
-/// What several processes share.
+/// Division of the work among several processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sharing {
-    /// Windows, each of which is run by one process.
+    /// Windows: each runs on one process.
     #[default]
     Windows,
-    /// The tokens of every window, with their keys and values in all layers.
+    /// Tokens of every window, with their keys and values in all layers.
     Keys,
-    /// Tokens where there are fewer windows than processes, windows otherwise.
+    /// Tokens if there are fewer windows than processes, otherwise windows.
     Fewer,
 }
 
-/// Keys and values that lay on several processes.
+/// Size of keys and values divided among several processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct SpreadKeys {
     /// Processes.
     pub processes: usize,
-    /// Bytes of keys and values of all layers, on the process with most of them in the longest window.
+    /// Bytes of keys and values of all layers in the longest window, on the process that has the most.
     pub cache_bytes: usize,
 }
 
@@ -75,7 +76,7 @@ pub struct Record {
     pub tokens: usize,
     /// Tokens that were scored.
     pub scored: u64,
-    /// `strided`, `llamacpp` or `windows`; `task` where a task made the prompt.
+    /// `strided`, `llamacpp` or `windows`; `task` if a task made the prompt.
     pub protocol: &'static str,
     /// The task whose answers were scored.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -84,18 +85,18 @@ pub struct Record {
     pub context: usize,
     /// Tokens from the start of a window to the start of the next.
     pub stride: usize,
-    /// Whether every window began with the token for the beginning of a text.
+    /// True if every window began with the beginning-of-text token.
     pub bos: bool,
     /// Windows that were run.
     pub windows: usize,
     /// `exact`, the id of a method, or `recipe`.
     pub attention: String,
-    /// How keys and values were stored.
+    /// Storage format of keys and values.
     pub cache: CacheFormat,
     /// Type that operands of linear layers were rounded to.
     #[serde(serialize_with = "crate::text::compute_name")]
     pub compute: Compute,
-    /// Formats of matrices that were multiplied in single precision nevertheless, with how many there are of each.
+    /// Formats of matrices that were multiplied in single precision nevertheless, with the number of matrices of each.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub in_f32: BTreeMap<&'static str, usize>,
     /// Parameters set for a single method.
@@ -110,22 +111,22 @@ pub struct Record {
     pub ppl_se: f64,
     /// Seconds of running the model over all windows, logits included.
     pub seconds: f64,
-    /// Tokens run in a second.
+    /// Tokens per second.
     pub tokens_per_second: f64,
-    /// The model with exact attention beside it, where something else attended.
+    /// Comparison with exact attention, if the model ran another attention.
     #[serde(flatten)]
     pub against_exact: Option<AgainstExact>,
-    /// Where the tokens of every window were shared by several processes.
+    /// Present if several processes shared the tokens of every window.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spread_keys: Option<SpreadKeys>,
-    /// The machines that windows were run on, where several processes shared them.
+    /// The machines that ran windows, if several processes shared them.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub nodes: Vec<String>,
-    /// Whether it was ended early; the figures are then those of the finished windows.
+    /// True if it was interrupted; the figures are then those of the finished windows.
     pub interrupted: bool,
 }
 
-/// How far a model with other attention is from itself.
+/// Distance of a model with other attention from the same model with exact attention.
 #[derive(Clone, Debug, Serialize)]
 pub struct AgainstExact {
     /// Mean negative log-likelihood with exact attention.
@@ -150,7 +151,7 @@ pub struct AgainstExact {
     pub kl_q99: Option<f64>,
     /// Its largest value.
     pub kl_max: Option<f64>,
-    /// Share of tokens for which both find the same one likeliest.
+    /// Share of tokens for which both have the same likeliest token.
     pub same_top: f64,
     /// Mean change of the right token's probability.
     pub delta_p_mean: f64,
@@ -160,10 +161,10 @@ pub struct AgainstExact {
     pub exact_seconds: f64,
     /// Share of the scores of exact attention that were computed.
     pub keys_share: f64,
-    /// Whether the method's settings cover everything at this length, so that exact attention was computed under its
-    /// name and every prediction is the same to the bit.
+    /// True if the method's settings cover every key at this length: exact attention was then computed, and every
+    /// prediction is identical to the bit.
     pub fell_back: bool,
-    /// Whether a window was longer than the texts that the recipe was checked on.
+    /// True if a window was longer than the texts that the recipe was checked on.
     pub past_recipe: bool,
     /// Layers with heads whose method for new tokens has no stream: exact attention would decode there.
     pub decodes_exactly: Vec<usize>,
@@ -195,15 +196,15 @@ impl Paired {
     }
 }
 
-/// Predictions of the model with exact attention for each window of one text, so that several recipes are compared with one run
-/// of it.
+/// Predictions of the model with exact attention for each window of one text. One run of it serves the comparison with
+/// several recipes.
 #[derive(Debug, Default)]
 pub struct Reference {
     windows: BTreeMap<usize, (Vec<f32>, f64, u64)>,
 }
 
 impl Reference {
-    /// Final hidden states of the first window, where it was run.
+    /// Returns the final hidden states of the first window, if it was run.
     pub fn hidden(&self) -> Option<&[f32]> {
         self.windows.get(&0).map(|w| w.0.as_slice())
     }
@@ -218,7 +219,7 @@ struct Scored {
     nll: Bits,
 }
 
-/// Both models on one window, and how far they are apart token by token.
+/// Both models on one window, and their distance token by token.
 #[derive(Serialize, Deserialize)]
 struct Scores {
     /// Tokens that were run.
@@ -230,7 +231,7 @@ struct Scores {
     same_top: Vec<bool>,
 }
 
-/// What one process scored of a window whose tokens lie on several.
+/// Scores of one process's part of a window whose tokens are divided among several.
 #[derive(Serialize, Deserialize)]
 struct Part {
     scores: Scores,
@@ -241,8 +242,8 @@ struct Part {
 }
 
 impl Part {
-    /// The window from all of its parts, tokens in the order of the text; and the most bytes of keys and values of a
-    /// process.
+    /// Joins the parts of a window, tokens in the order of the text; also returns the most bytes of keys and values on
+    /// one process.
     fn join(parts: Vec<Self>) -> (Scores, usize) {
         let mut order: Vec<(usize, usize, usize)> = Vec::new();
         for (p, part) in parts.iter().enumerate() {
@@ -275,7 +276,7 @@ impl Part {
     }
 }
 
-/// Numbers as their bits, which every one survives.
+/// Numbers serialised as their bits, which preserves NaN and infinities.
 #[derive(Serialize, Deserialize)]
 #[serde(from = "Vec<u64>", into = "Vec<u64>")]
 #[derive(Clone, Default)]
@@ -341,8 +342,8 @@ pub fn perplexity(model: &Arc<Model>, text: &Text, settings: &Settings, run: &mu
     perplexity_with(model, text, settings, &Alone::default(), &mut Ledger::none(), None, run)
 }
 
-/// Everything that determines the figures of a window: two runs with the same key may share windows. `model` names the
-/// model's weights.
+/// Returns everything that determines the figures of a window: two runs with the same key may share windows. `model`
+/// names the model's weights.
 pub fn key(model: &str, text: &Text, settings: &Settings, seed: u64) -> Result<String> {
     let recipe = settings.recipe.as_ref().map(Recipe::to_toml).transpose()?;
     let learnt = settings.recipe.as_ref().and_then(|r| serde_json::to_string(&*r.calibrations).ok());
@@ -361,8 +362,9 @@ pub fn key(model: &str, text: &Text, settings: &Settings, seed: u64) -> Result<S
     ))
 }
 
-/// The same with windows shared among the processes of a crew and kept in a ledger; every process gets the record. What exact
-/// attention gave before, for the same text cut in the same way, is used again, and what is missing is run and kept.
+/// Measures with windows shared among the processes of a crew and kept in a ledger; every process gets the record.
+/// `reference` keeps the predictions of exact attention for windows of the same text: known ones are reused, missing
+/// ones are computed and added.
 pub fn perplexity_with(
     model: &Arc<Model>,
     text: &Text,
@@ -430,7 +432,7 @@ pub fn perplexity_with(
             Ok(held)
         })();
         let held = match outcome {
-            // One process cannot leave the others alone: the run ends.
+            // The others cannot go on without one process: the run ends.
             Err(attlas_model::Error::Interrupted) if !together => return Ok(Done::Stopped),
             other => other?,
         };
@@ -458,7 +460,7 @@ pub fn perplexity_with(
         }
         let ours = subject.take();
         ours.nll.0.iter().for_each(|nll| so_far.push(*nll));
-        // Others have the windows between.
+        // Other processes have the windows between.
         done = (done + window.len()).max((at + 1) * total / windows.len().max(1)).min(total);
         run.at(done, total, &format!("perplexity {:.3}", so_far.perplexity()));
         let theirs = exact.as_mut().map(Runner::take);
@@ -542,7 +544,7 @@ pub fn perplexity_with(
     })
 }
 
-/// The prompt of a task, as long as a window of the protocol.
+/// Builds the prompt of a task, as long as a window of the protocol.
 fn task_prompt(
     task: Task,
     model: &Model,
@@ -555,7 +557,7 @@ fn task_prompt(
     task::prompt(task, &model.tokenizer, text, window - usize::from(settings.bos).min(window), seed)
 }
 
-/// The windows, the protocol's name, and the sizes that are reported.
+/// Returns the windows, the protocol's name, and the sizes to report.
 fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'static str, usize, usize)> {
     // A token at the start takes the place of one of the text.
     let less = usize::from(bos);
@@ -569,7 +571,7 @@ fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'st
                     stride,
                 ));
             }
-            // Windows without overlap have one token of the text less each.
+            // Each window without overlap has one token of the text less.
             let stride = stride.min(inside);
             ("strided", window, stride, Protocol::Strided { window: inside, stride })
         }
@@ -582,7 +584,7 @@ fn windows(protocol: Protocol, n: usize, bos: bool) -> Result<(Vec<Window>, &'st
     Ok((cut.windows(n)?, name, context, stride))
 }
 
-/// A model under the clock. What it did since the last window is in `scored`.
+/// A timed model; `scored` has the results since the last window.
 struct Runner {
     decoder: Decoder,
     hidden: Vec<f32>,
@@ -629,7 +631,7 @@ impl Runner {
         result
     }
 
-    /// The same as [`run`](Self::run) for window `i`, or what is known of it.
+    /// Runs window `i` like [`run`](Self::run), or takes its known result.
     fn recall(
         &mut self,
         i: usize,
@@ -647,7 +649,7 @@ impl Runner {
         Ok(())
     }
 
-    /// Scores `targets`, the first of which is predicted by row `first`.
+    /// Scores `targets`; row `first` predicts the first of them.
     fn score(&mut self, first: usize, targets: &[u32]) {
         let (d, vocab) = (self.decoder.model().config.hidden, self.decoder.model().config.vocab);
         self.logits.resize(targets.len() * vocab, 0.0);
@@ -658,7 +660,7 @@ impl Runner {
         self.scored.nll.0.extend(nlls);
     }
 
-    /// The scored tokens, and nothing after them.
+    /// Takes the scored tokens and resets them.
     fn take(&mut self) -> Scored {
         std::mem::replace(&mut self.scored, Scored::nothing())
     }

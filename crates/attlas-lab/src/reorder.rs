@@ -1,8 +1,8 @@
-//! The survey's figure of block-diagonal reordering: a head's weights as they are, and with queries and keys sorted by the
-//! codes of a hash, as clustering methods sort them.
+//! The survey's figure of block-diagonal reordering: a head's weights in token order, and with queries and keys sorted
+//! by hash codes, as in clustering methods.
 //!
-//! Centred queries and keys get the sign codes that `hyper` sorts by, in the order of their Gray ranks; what is then inside
-//! the blocks on the diagonal is what a method that computes those blocks alone would keep.
+//! Centred queries and keys are sorted by the Gray ranks of their sign codes, as in `hyper`; a method that computes
+//! only the diagonal blocks keeps the weight inside them.
 
 use crate::figures::{colour_bar, heat_image};
 use crate::html::escape;
@@ -16,14 +16,14 @@ use attlas_num::kernels::{matvec, softmax_in_place};
 use attlas_num::rng::StreamKey;
 use std::fmt::Write;
 
-/// Most tokens of a head that are drawn: every pair is scored.
+/// Most tokens of a head, because every pair is scored.
 const MOST: usize = 8192;
 /// Cells along a side of a picture.
 const SIDE: usize = 128;
 /// Bits of a code.
 const BITS: usize = 10;
 
-/// A head before and after.
+/// A head before and after sorting.
 #[derive(Clone, Debug)]
 pub struct Reordered {
     /// Layer, where the source has layers.
@@ -32,7 +32,7 @@ pub struct Reordered {
     pub head: usize,
     /// Weights in the order of the tokens.
     pub before: HeatMap,
-    /// The same with queries and keys sorted by their codes.
+    /// Weights with queries and keys sorted by their codes.
     pub after: HeatMap,
     /// Tokens of a block.
     pub block: usize,
@@ -69,7 +69,7 @@ pub fn reorder(
     Ok(found)
 }
 
-/// The place of every row in the order of its code; rows of one code keep their order.
+/// Returns the position of every row in the order of codes; rows with the same code keep their order.
 fn places(x: MatRef<'_, f32>, hash: &SignHash<f32>) -> Vec<usize> {
     let n = x.rows().max(1) as f32;
     let mean: Vec<f32> = (0..x.cols()).map(|c| (0..x.rows()).map(|i| x.at(i, c)).sum::<f32>() / n).collect();
@@ -99,7 +99,7 @@ fn sorted(
     let (mut before, mut after) = (blank(), blank());
     let mut inside = [0.0; 2];
     let mut weights = vec![0.0f32; n_k];
-    // Blocks of queries and keys are numbered alike, whatever their numbers of tokens.
+    // There are as many blocks of queries as of keys, even if the numbers of tokens differ.
     let blocks = n_k.div_ceil(block.max(1)).max(1);
     let same = |i: usize, j: usize| i * blocks / n_q.max(1) == j * blocks / n_k.max(1);
     for i in 0..n_q {
@@ -121,7 +121,7 @@ fn sorted(
     (before, after, inside)
 }
 
-/// The figure as SVG: a row for each head, before and after, with axis titles and a colour bar.
+/// Draws the figure as SVG: a row per head, before and after, with axis titles and a colour bar.
 pub fn svg(found: &[Reordered]) -> String {
     const PANEL: f64 = 220.0;
     const GAP: f64 = 46.0;

@@ -1,13 +1,13 @@
-//! Records that are read again: names of the registry as static text, and numbers that JSON has no word for as NaN.
+//! Deserialisation of records: names of the registry as static strings, and numbers that JSON cannot express as NaN.
 
 use serde::{Deserialize, Deserializer};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, PoisonError};
 
-/// A name of the registry, or a word of this program.
+/// A name from the registry or from this program.
 pub(crate) type Name = &'static str;
 
-/// Every name that was read, once: there are few.
+/// Interned names; there are few.
 static NAMES: Mutex<BTreeSet<Name>> = Mutex::new(BTreeSet::new());
 
 fn fixed(name: String) -> Name {

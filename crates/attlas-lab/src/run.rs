@@ -1,4 +1,4 @@
-//! Threads, seed, progress and stop flag of a measurement; plans under the clock and the memory meter.
+//! Threads, seed, progress and stop flag of a measurement; timing and memory metering of plans.
 
 use crate::Result;
 use attlas::{Mat, Out, Plan, Qkv, RunInfo, Schedule, TensorMut, Workspace};
@@ -7,14 +7,14 @@ use std::fmt::{Debug, Formatter};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// How far a measurement is.
+/// Progress of a measurement.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress<'a> {
     /// Steps done.
     pub done: usize,
     /// Steps in all.
     pub total: usize,
-    /// The next step, or a figure so far.
+    /// The next step, or an intermediate figure.
     pub what: &'a str,
 }
 
@@ -24,9 +24,9 @@ pub struct Run<'a> {
     pub threads: usize,
     /// Seed of all random numbers.
     pub seed: u64,
-    /// Called as the measurement goes on.
+    /// Called as the measurement proceeds.
     pub progress: &'a mut dyn FnMut(Progress<'_>),
-    /// Once it is set, the measurement ends with what is finished.
+    /// Once set, the measurement ends with its finished parts.
     pub stop: &'a AtomicBool,
 }
 
@@ -45,17 +45,17 @@ impl Run<'_> {
         work(&mut Run { threads, seed, progress: &mut |_| (), stop: &AtomicBool::new(false) })
     }
 
-    /// A workspace on its threads.
+    /// Creates a workspace on its threads.
     pub(crate) fn workspace(&self) -> Result<Workspace> {
         Ok(Workspace::new(Schedule { threads: self.threads, ..Schedule::default() })?)
     }
 
-    /// Says how far it is.
+    /// Reports progress.
     pub(crate) fn at(&mut self, done: usize, total: usize, what: &str) {
         (self.progress)(Progress { done, total, what });
     }
 
-    /// Whether it is to end.
+    /// Returns true if a stop was requested.
     pub(crate) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed)
     }
@@ -66,38 +66,38 @@ impl Run<'_> {
 pub struct Meter {
     /// Most bytes allocated at one time since the last reset.
     pub peak: fn() -> usize,
-    /// Starts a new peak from what is allocated now.
+    /// Resets the peak to the bytes allocated now.
     pub reset: fn(),
 }
 
 impl Meter {
-    /// Measures nothing.
+    /// The meter that measures nothing.
     pub const NONE: Meter = Meter { peak: || 0, reset: || {} };
 
-    /// Runs `work`, which may use the threads of `ws`; the second result is how far allocations rose above where they
-    /// began.
+    /// Runs `work`, which may use the threads of `ws`; the second result is the rise of allocated bytes above their
+    /// start.
     pub(crate) fn watch<R>(&self, ws: &mut Workspace, work: impl FnOnce(&mut Workspace) -> R) -> (R, usize) {
-        // faer allocates a per-thread workspace on first use. Trigger it now, so that no method is charged for it.
+        // faer allocates a per-thread workspace on first use. This triggers it now and charges it to no method.
         let some = Mat::<f64>::identity(64);
         let multiply = || drop(matmul(some.as_ref(), some.as_ref()));
         multiply();
         ws.install(|_| rayon::broadcast(|_| multiply()));
         (self.reset)();
-        // Where the peak began, not what is allocated a moment later: threads that end may free something in between.
+        // The peak's start, not the bytes allocated a moment later: threads that end may free some in between.
         let before = (self.peak)();
         let result = work(ws);
         (result, (self.peak)().saturating_sub(before))
     }
 }
 
-/// Runs `work` and the clock beside it.
+/// Runs `work` and returns its seconds.
 pub(crate) fn timed<R>(work: impl FnOnce() -> R) -> (R, f64) {
     let start = Instant::now();
     let result = work();
     (result, start.elapsed().as_secs_f64())
 }
 
-/// Runs `work` on all threads of `ws` once every one of them is awake; the result and the seconds from there.
+/// Runs `work` once all threads of `ws` are awake; returns its result and the seconds from then on.
 pub(crate) fn timed_on_running_threads<R: Send>(ws: &Workspace, work: impl FnOnce() -> R + Send) -> (R, f64) {
     ws.install(|_| {
         rayon::broadcast(|_| ());

@@ -1,4 +1,4 @@
-//! Which methods are measured, with which settings.
+//! Selection of methods and their settings.
 
 use crate::{Error, Result};
 use attlas::method::Family;
@@ -13,7 +13,7 @@ pub struct Chosen {
     pub method: &'static Method,
     /// Parameters set; the others are at their defaults.
     pub options: Options,
-    /// Asked for by name, so that a refusal is worth telling loudly.
+    /// True if the user named the method; a refusal is then reported prominently.
     pub named: bool,
 }
 
@@ -23,20 +23,20 @@ pub type Selection = Vec<Chosen>;
 /// Command-line choice of methods.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
-    /// Ids, or the word `all`; everything but the baseline and the oracles where empty.
+    /// Ids, or the word `all`; if empty, all but the baseline and the oracles.
     pub methods: Vec<String>,
-    /// One family alone.
+    /// Only this family.
     pub family: Option<String>,
     /// Settings `id.param=value`.
     pub set: Vec<String>,
 }
 
-/// The method that every other is compared with.
+/// Returns the method that every other is compared with.
 pub fn baseline() -> Result<&'static Method> {
     Ok(registry::method("exact")?)
 }
 
-/// The family called `name`.
+/// Returns the family called `name`.
 pub fn family(name: &str) -> Result<Family> {
     Family::ALL.into_iter().find(|f| f.name() == name).ok_or_else(|| {
         let names: Vec<&str> = Family::ALL.iter().map(|f| f.name()).collect();
@@ -45,7 +45,7 @@ pub fn family(name: &str) -> Result<Family> {
 }
 
 impl Choice {
-    /// Looks everything up. Unknown ids, families and parameters are errors that list what exists.
+    /// Looks up all names. Unknown ids, families and parameters are errors that list the known ones.
     pub fn resolve(&self) -> Result<Selection> {
         let exact = baseline()?;
         let all = self.methods.iter().any(|m| m == "all");
@@ -55,7 +55,7 @@ impl Choice {
             .filter(|m| *m != "all")
             .map(|id| Ok(registry::method(id)?))
             .collect::<Result<_>>()?;
-        // A setting `near.…` without an id is that of every method but the baseline and the oracles.
+        // A setting `near.…` without an id applies to every method but the baseline and the oracles.
         let (near, named_settings): (Vec<&String>, Vec<&String>) =
             self.set.iter().partition(|s| s.starts_with(attlas::near::PREFIX));
         let near: Vec<(&str, &str)> = near.iter().map(|s| parse_near(s)).collect::<Result<_>>()?;
@@ -136,19 +136,19 @@ fn parse_setting(text: &str) -> Result<(&'static Method, &str, &str)> {
 }
 
 impl Chosen {
-    /// Whether results depend on a seed that can be varied.
+    /// Returns true if results depend on a seed that can be varied.
     pub fn has_free_seed(&self) -> bool {
         !self.method.claims.deterministic
             && self.method.params.iter().any(|p| p.name == "seed")
             && self.options.get("seed").is_none()
     }
 
-    /// The options of the run with `seed`.
+    /// Returns the options of the run with `seed`.
     pub fn options_for(&self, seed: u64) -> Options {
         if self.has_free_seed() { self.options.clone().with("seed", seed) } else { self.options.clone() }
     }
 
-    /// Every parameter with the value that `options` gives it.
+    /// Returns every parameter with its value in `options`.
     pub fn params(&self, options: &Options) -> Map<String, serde_json::Value> {
         let json = |v: &Value| match v {
             Value::Bool(x) => (*x).into(),

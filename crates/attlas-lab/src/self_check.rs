@@ -1,8 +1,8 @@
-//! A changed model beside the one it was made from: both predict the same text, token by token.
+//! Comparison of a changed model with its original: both predict the same text, token by token.
 //!
-//! The reference runs once and its last hidden states are kept, from which its logits are made again for every model
-//! it is compared with; $n \times$ width numbers instead of $n \times$ vocabulary. Text is cut into windows without overlap,
-//! all but the first token of each are scored, and the rest is dropped ([`Protocol::Disjoint`]).
+//! The reference runs once. Its last hidden states are kept, and its logits are recomputed from them for every
+//! comparison: $n \times$ width numbers instead of $n \times$ vocabulary. Text is cut into windows without overlap; all
+//! but the first token of each are scored, and an incomplete last window is dropped ([`Protocol::Disjoint`]).
 
 use crate::table::{Table, number};
 use crate::{Error, Result};
@@ -14,7 +14,7 @@ use serde::Serialize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// How far a model is from another.
+/// Distance of a model from its reference.
 #[derive(Clone, Debug, Serialize)]
 pub struct Quality {
     /// Tokens that were scored.
@@ -41,14 +41,14 @@ pub struct Quality {
     pub kl_median: Option<f64>,
     /// Its 99 % quantile.
     pub kl_q99: Option<f64>,
-    /// Share of tokens for which both find the same one likeliest.
+    /// Share of tokens for which both have the same likeliest token.
     pub same_top: f64,
     /// Largest difference of two logits.
     pub max_logit_diff: f64,
 }
 
 impl Quality {
-    /// A row of [`table`] without its name.
+    /// Returns a row of [`table`] without its name.
     pub(crate) fn cells(&self) -> [String; 9] {
         let quantile = |q: Option<f64>| q.map_or("-".into(), number);
         [
@@ -65,7 +65,7 @@ impl Quality {
     }
 }
 
-/// Several models beside their common reference, which is the first row.
+/// Returns a table of several models, with their common reference in the first row.
 pub fn table(rows: &[(&str, &Quality)]) -> Table {
     let mut table = Table::new(&[
         "<model",
@@ -87,7 +87,7 @@ pub fn table(rows: &[(&str, &Quality)]) -> Table {
     table
 }
 
-/// The reference, having read a text.
+/// A reference model that has read a text.
 #[derive(Debug)]
 pub struct SelfCheck<'a> {
     reader: Reader,
@@ -101,8 +101,8 @@ pub struct SelfCheck<'a> {
 }
 
 impl<'a> SelfCheck<'a> {
-    /// Lets `before` read `tokens` in windows of `window`, or in one where there are fewer. `progress` receives tokens
-    /// done and tokens in all.
+    /// Runs `before` over `tokens` in windows of `window`, or in a single window if there are fewer. `progress`
+    /// receives tokens done and tokens in all.
     pub fn new(
         before: &Arc<Model>,
         tokens: &'a [u32],
@@ -128,14 +128,14 @@ impl<'a> SelfCheck<'a> {
         Ok(Self { reader, tokens, window, windows, hidden, nll })
     }
 
-    /// Its perplexity and the standard error of that.
+    /// Returns its perplexity and the standard error.
     pub fn perplexity(&self) -> (f64, f64) {
         let mut sum = Perplexity::default();
         self.nll.iter().for_each(|&x| sum.push(x));
         (sum.perplexity(), sum.standard_error())
     }
 
-    /// Negative log-likelihood of every token that was scored, in order.
+    /// Returns the negative log-likelihood of every scored token, in order.
     pub fn into_nll(self) -> Vec<f64> {
         self.nll
     }
@@ -173,7 +173,7 @@ impl<'a> SelfCheck<'a> {
                 }
                 let rows = a.chunks(ours).zip(b.chunks(ours)).zip(targets);
                 rows.for_each(|((p, q), &t)| divergence.push(p, q, t));
-                // A logit that is no number must not look like no difference.
+                // A NaN logit must not look like no difference.
                 let gap = |x: f64| if x.is_nan() { f64::INFINITY } else { x };
                 largest = a.iter().zip(b).map(|(x, y)| gap(f64::from(x - y).abs())).fold(largest, f64::max);
             }
@@ -229,7 +229,7 @@ impl Reader {
         Ok(self.decoder.forward_observed(tokens, Rows::All, states, &mut Stopper(stop))?)
     }
 
-    /// The logits of `rows` rows of `states` from row `first` on.
+    /// Returns the logits of `rows` rows of `states`, starting at row `first`.
     fn logits(&mut self, states: &[f32], first: usize, rows: usize) -> &[f32] {
         let c = &self.decoder.model().config;
         let (d, len) = (c.hidden, rows * c.vocab);
@@ -289,7 +289,7 @@ mod tests {
             decoder.forward(part, Rows::All, &mut states).unwrap();
             let mut out = vec![0.0; 32 * 11];
             decoder.logits_into(&states, &mut out);
-            // The last row predicts what is not there.
+            // The last row predicts a token beyond the text.
             out.truncate(31 * 11);
             out
         };

@@ -1,4 +1,4 @@
-//! Where queries, keys and values come from.
+//! Sources of queries, keys and values.
 
 use crate::synthetic::Synthetic;
 use crate::workload::Workload;
@@ -7,11 +7,11 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// A name for inputs, as it stands on a command line.
+/// A source of inputs, as named on the command line.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub enum Source {
-    /// Queries, keys and values of a real model that are part of this crate; see [`mod@crate::demo`].
+    /// Queries, keys and values of a real model, embedded in this crate; see [`mod@crate::demo`].
     #[default]
     Demo,
     /// Drawn from a random model of attention.
@@ -61,7 +61,7 @@ impl Source {
         self.load_with(trace::read)
     }
 
-    /// The same for a caller that checks numbers itself: files may hold some that are not finite.
+    /// Loads like [`load`](Self::load) but accepts non-finite numbers in files, for callers that check them.
     pub fn load_unchecked(&self) -> Result<Workload> {
         self.load_with(trace::read_unchecked)
     }

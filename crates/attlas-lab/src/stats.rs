@@ -17,7 +17,7 @@ pub struct Interval {
 }
 
 impl Interval {
-    /// Mean of `values` with the 95 % Student t interval of the mean; a single value is its own interval.
+    /// Returns the mean of `values` with its 95 % Student t interval; a single value is its own interval.
     pub fn student(values: &[f64]) -> Self {
         let n = values.len() as f64;
         let mean = mean(values);
@@ -31,20 +31,20 @@ impl Interval {
         Self { mean, lo: (mean - half).max(0.0), hi: mean + half }
     }
 
-    /// Mean of `values` with their smallest and largest.
+    /// Returns the mean of `values` with their smallest and largest.
     pub fn range(values: &[f64]) -> Self {
         let fold = |f: fn(f64, f64) -> f64| values.iter().copied().reduce(f).unwrap_or(f64::NAN);
         Self { mean: mean(values), lo: fold(f64::min), hi: fold(f64::max) }
     }
 }
 
-/// Arithmetic mean; NaN of nothing.
+/// Returns the arithmetic mean; NaN for no values.
 pub fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
 
-/// The 97.5 % quantile of Student's t with `df ≥ 1` degrees of freedom: the table up to 30, then the expansion
-/// of Fisher and Cornish in 1/df, whose error there is below 1e-4.
+/// Returns the 97.5 % quantile of Student's t with `df ≥ 1` degrees of freedom: from a table up to 30, then by the
+/// Cornish–Fisher expansion in 1/df, whose error there is below 1e-4.
 pub fn student_t_975(df: usize) -> f64 {
     const TABLE: [f64; 30] = [
         12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281, 2.2010, 2.1788,
@@ -75,7 +75,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Of `values`, or `None` if there are none.
+    /// Computes the spread of `values`; `None` if there are none.
     pub fn new(values: &[f64]) -> Option<Self> {
         let mut sorted = values.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -84,7 +84,7 @@ impl Spread {
     }
 }
 
-/// Median; NaN of nothing.
+/// Returns the median; NaN for no values.
 pub fn median(values: &[f64]) -> f64 {
     Spread::new(values).map_or(f64::NAN, |s| s.median)
 }
@@ -94,7 +94,7 @@ fn median_of_sorted(sorted: &[f64]) -> f64 {
     if n % 2 == 1 { sorted[n / 2] } else { (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0 }
 }
 
-/// Slope of the least-squares line through `(ln x, ln y)`; `None` with fewer than two different `x`.
+/// Returns the slope of the least-squares line through `(ln x, ln y)`; `None` with fewer than two different `x`.
 pub fn log_slope(points: &[(f64, f64)]) -> Option<f64> {
     let logs: Vec<(f64, f64)> = points.iter().map(|&(x, y)| (x.ln(), y.ln())).collect();
     let n = logs.len() as f64;

@@ -1,7 +1,8 @@
 //! The survey's figures from any source: sparsity patterns of the weights, and the decay of singular values.
 //!
-//! Rows of a figure are layers. Patterns have a column for each head; spectra have one for each matrix, with a line for
-//! each head, over the largest singular value, both axes logarithmic. Axes have titles, and colours a bar.
+//! Rows of a figure are layers. Patterns have a column per head. Spectra have a column per matrix, with a line per
+//! head, relative to the largest singular value; both axes are logarithmic. Axes have titles, and colours have a colour
+//! bar.
 
 use crate::figures::{colour_bar, heat_image, named_spectra};
 use crate::html::escape;
@@ -25,11 +26,11 @@ pub enum Figure {
 
 const STYLE: &str = "<style>text{font:11px system-ui,sans-serif;fill:#222}</style>\
                      <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>";
-/// Decades below the largest singular value that are drawn.
+/// Decades drawn below the largest singular value.
 const DECADES: f64 = 8.0;
 
 impl Figure {
-    /// The figure as a picture that stands for itself.
+    /// Draws the figure as a self-contained picture.
     pub fn draw(self, found: &Inspection) -> String {
         match self {
             Figure::Heads => found.picture(),
@@ -40,7 +41,7 @@ impl Figure {
     }
 }
 
-/// The heads of each layer.
+/// Returns the heads of each layer.
 fn layers(found: &Inspection) -> impl Iterator<Item = &[Inspected]> {
     found.heads.chunk_by(|a, b| a.layer == b.layer)
 }
@@ -94,7 +95,7 @@ fn spectra(found: &Inspection, which: std::ops::Range<usize>) -> String {
                 part.iter().map(|h| named_spectra(&h.report.spectra)[matrix].2).collect();
             let (name, colour, _) = named_spectra(&part[0].report.spectra)[matrix];
             body += &axes(&lines, name, x, y, WIDTH, HEIGHT);
-            // Beside the first column and below every one.
+            // Titles beside the first column and below every column.
             let across = if column == 0 { "singular value / largest" } else { "" };
             body += &axis_titles("number of the singular value", across, (x, y), (WIDTH, HEIGHT), 26.0);
             for s in &lines {
@@ -106,7 +107,7 @@ fn spectra(found: &Inspection, which: std::ops::Range<usize>) -> String {
     picture(left + columns * (WIDTH + GAP), top + rows as f64 * (HEIGHT + 48.0), &body)
 }
 
-/// Titles of the axes of a panel: below it, and on its left side where there is one.
+/// Writes the axis titles of a panel: below it, and on its left if given.
 fn axis_titles(
     along: &str,
     across: &str,
@@ -136,7 +137,7 @@ fn longest(lines: &[&Spectrum]) -> f64 {
     lines.iter().map(|s| s.values.len()).max().unwrap_or(1).max(2) as f64
 }
 
-/// Frame, decades and the number of the last value.
+/// Draws the frame, the decades and the index of the last value.
 fn axes(lines: &[&Spectrum], name: &str, x: f64, y: f64, width: f64, height: f64) -> String {
     let mut svg = format!(
         "<text x=\"{x:.1}\" y=\"{:.1}\">{}</text><rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" \
@@ -170,7 +171,7 @@ fn axes(lines: &[&Spectrum], name: &str, x: f64, y: f64, width: f64, height: f64
     svg
 }
 
-/// One head's singular values.
+/// Draws the singular values of one head.
 fn line(s: &Spectrum, colour: &str, last: f64, x: f64, y: f64, width: f64, height: f64) -> String {
     let first = s.values.first().copied().filter(|v| *v > 0.0).unwrap_or(1.0);
     let mut points = String::new();

@@ -32,7 +32,7 @@ fn every_id_file_and_test_of_the_page_exists_and_every_id_is_named() {
             }
         }
     }
-    // Yardsticks and methods beyond the survey stand on their own pages.
+    // Baselines and methods beyond the survey have pages of their own.
     let beyond = ["sink_window", "top_k", "sampled_columns", "block_sparse", "quest", "snap", "h2o"];
     let missing: Vec<&&str> = ids.iter().filter(|id| !named.contains(*id) && !beyond.contains(id)).collect();
     assert!(missing.is_empty(), "docs/survey.md names no row for {missing:?}");

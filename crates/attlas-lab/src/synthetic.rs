@@ -1,23 +1,23 @@
-//! Random models of attention: small, seeded, each with one trait of real heads.
+//! Random models of attention: small, seeded, each with one property of real heads.
 //!
 //! All draw single-precision queries, keys and values with scale $1/\sqrt d$ and no mask. $\xi$ is standard
 //! normal, fresh at each occurrence; centres, directions and rotations are drawn once per key head, so query
-//! heads of one group share them. Same seed, same bits.
+//! heads of one group share them. The same seed gives the same bits.
 //!
 //! - `gaussian`: $q, k, v = \xi$. Attention is diffuse and the output nearly zero, so relative errors of sampling
-//!   methods exceed 1. For speed, never for quality.
+//!   methods exceed 1. Use it for speed, never for quality.
 //! - `clustered`: 64 centres $\mu_c, \nu_c = \xi$; $k = \mu_c + \xi/2$ and $v = \nu_c + \xi/2$ with $c$ uniform,
 //!   $q = \mu_{c'} + \xi/2$ with $c'$ uniform. At 2048 tokens and $d = 64$ the 64 largest weights of a row hold 94 %.
 //! - `heavy_hitters`: as `gaussian`, with a unit vector $u$: $q = \xi + \sqrt d\, u$; keys 0 to 3 are
-//!   $\xi/10 + \sqrt d\, u$ and their values $\xi/10$. Attention sinks: much weight on values that say little.
+//!   $\xi/10 + \sqrt d\, u$ and their values $\xi/10$. Attention sinks: much weight on small values.
 //! - `low_rank`: $q, k = R\,\Lambda^{1/2}\xi$ with one random rotation $R$ and
 //!   $\lambda_i \propto e^{-i/(0.28 d)}$, $\sum \lambda_i = 2.25\, d$; $v = \xi$. Decaying spectrum, peaked rows.
-//! - `smooth`: $q$ and $k$ are stationary autoregressions along the sequence, $x_t = 0.98\, x_{t-1} +
-//!   \sqrt{1 - 0.98^2}\,\xi$; $v = \xi$. What methods that pool neighbours need.
+//! - `smooth`: $q$ and $k$ are stationary autoregressions along the sequence,
+//!   $x_t = 0.98\, x_{t-1} + \sqrt{1 - 0.98^2}\,\xi$; $v = \xi$. The property that methods which pool neighbours need.
 //! - `needle`: $k, v = \xi$; the query of token $i$ is $s\,k_{\pi(i)} + \xi$, where $\pi(i)$ lies half the sequence
 //!   away, $\pi(i) = i - n/2$ in the second half and $i + n/2$ in the first. The strength $s$ solves
-//!   $s\sqrt d - (s^2 + 1)/2 = \ln n + 4$ (smaller root; $\sqrt d$ where there is none), so that the one matching
-//!   key outweighs all others by about $e^4$.
+//!   $s\sqrt d - (s^2 + 1)/2 = \ln n + 4$ (smaller root; $\sqrt d$ if there is none): the one matching key outweighs
+//!   all others by about $e^4$.
 
 use crate::words::parse_count;
 use crate::workload::{LayerData, Workload};
@@ -30,7 +30,7 @@ use std::str::FromStr;
 /// A random model with its sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Synthetic {
-    /// Which model.
+    /// The model.
     pub kind: Kind,
     /// Tokens.
     pub n: usize,
@@ -40,7 +40,7 @@ pub struct Synthetic {
     pub heads: usize,
     /// Key heads.
     pub kv_heads: usize,
-    /// Seed of everything drawn.
+    /// Seed of all random numbers.
     pub seed: u64,
 }
 
@@ -61,18 +61,18 @@ pub enum Kind {
     HeavyHitters,
     /// Decaying spectrum.
     LowRank,
-    /// Neighbouring tokens alike.
+    /// Similar neighbouring tokens.
     Smooth,
     /// One matching key, far away.
     Needle,
 }
 
 impl Kind {
-    /// All of them.
+    /// All kinds.
     pub const ALL: [Kind; 6] =
         [Kind::Gaussian, Kind::Clustered, Kind::HeavyHitters, Kind::LowRank, Kind::Smooth, Kind::Needle];
 
-    /// The name used on the command line.
+    /// Returns the name used on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Kind::Gaussian => "gaussian",
@@ -92,7 +92,7 @@ impl fmt::Display for Synthetic {
     }
 }
 
-/// The kinds there are.
+/// Returns the names of all kinds.
 pub(crate) fn names() -> impl Iterator<Item = &'static str> {
     Kind::ALL.iter().map(|k| k.name())
 }
@@ -145,7 +145,7 @@ impl Synthetic {
     pub fn generate(&self) -> Result<Workload> {
         let problem = self.problem();
         problem.validate()?;
-        // Drawn in double precision, one group after the other.
+        // Drawn in double precision, group by group.
         let sizes = [self.heads + 2 * self.kv_heads, self.n, self.d, size_of::<f32>()];
         crate::machine::check_room(&format!("synthetic:{self}"), &sizes)?;
         let root = StreamKey::new(self.seed).named("synthetic").named(self.kind.name());
@@ -178,7 +178,7 @@ impl Synthetic {
         (0..self.n * self.d).map(|_| rng.normal()).collect()
     }
 
-    /// Keys, values and queries of noise alone: what the other models start from.
+    /// Draws keys, values and queries of pure noise, from which the other models start.
     fn gaussian(&self, key: StreamKey, heads: Vec<Rng>) -> Drawn {
         Drawn {
             q: heads.into_iter().flat_map(|rng| self.noise(rng)).collect(),
@@ -295,7 +295,7 @@ struct Drawn {
     v: Vec<f64>,
 }
 
-/// An orthogonal `d × d` matrix: Gaussian rows, orthonormalised twice against rounding.
+/// Draws an orthogonal `d × d` matrix: Gaussian rows, orthonormalised twice against rounding.
 fn rotation(mut rng: Rng, d: usize) -> Vec<f64> {
     let mut rows: Vec<Vec<f64>> = Vec::with_capacity(d);
     while rows.len() < d {
@@ -359,7 +359,7 @@ mod tests {
         let x = draw("heavy_hitters,seed=3");
         let sunk =
             crate::stats::mean(&(0..64).map(|r| weights(&x, r * 32)[..4].iter().sum()).collect::<Vec<f64>>());
-        // The page's figures: without the sinks 0.70 of the mass at 128 keys is lost; they hold well over half.
+        // The figures of the page: without the sinks 0.70 of the mass at 128 keys is lost; they have well over half.
         assert!(sunk > 0.5 && sunk < 1.0, "{sunk}");
         let size = |r: std::ops::Range<usize>| {
             x.v[r.start * 64..r.end * 64].iter().map(|v| f64::from(*v).powi(2)).sum::<f64>()

@@ -1,12 +1,12 @@
-//! Tables for people, in three forms, and numbers short enough to read.
+//! Text tables in three formats, and short readable numbers.
 //!
-//! A record that is [`Serialize`] has one description of its columns ([`Column`]), from which its table, its CSV file and its
-//! objects in a page are written; as JSON it stands for itself.
+//! A [`Serialize`] record describes its columns once ([`Column`]); its table, its CSV file and its objects in a page
+//! are made from that description. As JSON it is serialised directly.
 
 use serde::Serialize;
 use serde_json::Value;
 
-/// A table of words.
+/// A table of text cells.
 #[derive(Clone, Debug, Default)]
 pub struct Table {
     /// Column titles; a title that begins with `<` (not shown) is set flush left.
@@ -15,7 +15,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// An empty table. A title that begins with `<` makes its column flush left.
+    /// Creates an empty table. A title that begins with `<` makes its column flush left.
     pub fn new(headers: &[&'static str]) -> Self {
         Self { headers: headers.to_vec(), rows: Vec::new() }
     }
@@ -25,7 +25,7 @@ impl Table {
         self.rows.push(row);
     }
 
-    /// No row was added.
+    /// Returns true if the table has no row.
     pub fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }
@@ -38,7 +38,7 @@ impl Table {
         row.get(column).map_or("", String::as_str)
     }
 
-    /// Columns padded with spaces, one space between them.
+    /// Formats the columns padded with spaces, one space between them.
     pub fn text(&self) -> String {
         let widths: Vec<usize> = self
             .titles()
@@ -70,7 +70,7 @@ impl Table {
         out
     }
 
-    /// A Markdown table.
+    /// Formats a Markdown table.
     pub fn markdown(&self) -> String {
         let line = |cells: Vec<String>| format!("| {} |\n", cells.join(" | "));
         let mut out = line(self.titles().map(String::from).collect());
@@ -84,7 +84,7 @@ impl Table {
         out
     }
 
-    /// Comma-separated values as in RFC 4180.
+    /// Formats comma-separated values as in RFC 4180.
     pub fn csv(&self) -> String {
         let mut lines = vec![self.titles().map(String::from).collect::<Vec<String>>()];
         let row = |row: &Vec<String>| (0..self.headers.len()).map(|c| self.cell(row, c).into()).collect();
@@ -93,7 +93,7 @@ impl Table {
     }
 }
 
-/// Lines of comma-separated values as in RFC 4180.
+/// Formats lines of comma-separated values as in RFC 4180.
 pub fn csv_lines(lines: &[Vec<String>]) -> String {
     let quote = |cell: &String| {
         if cell.contains([',', '"', '\n']) {
@@ -105,7 +105,7 @@ pub fn csv_lines(lines: &[Vec<String>]) -> String {
     lines.iter().map(|line| line.iter().map(quote).collect::<Vec<String>>().join(",") + "\n").collect()
 }
 
-/// Three significant digits; `-` for what is no number.
+/// Formats three significant digits; `-` for NaN and infinities.
 pub fn number(x: f64) -> String {
     match x.abs() {
         a if !a.is_finite() => "-".into(),
@@ -120,7 +120,7 @@ pub fn number(x: f64) -> String {
     }
 }
 
-/// Seconds with a unit: `12.3ms`.
+/// Formats seconds with a unit: `12.3ms`.
 pub fn seconds(x: f64) -> String {
     let three = |x: f64| match x {
         x if x < 9.995 => format!("{x:.2}"),
@@ -137,7 +137,7 @@ pub fn seconds(x: f64) -> String {
     }
 }
 
-/// Bytes with a binary unit: `1.5M`.
+/// Formats bytes with a binary unit: `1.5M`.
 pub fn bytes(x: usize) -> String {
     let x = x as f64;
     let (value, unit) = match x {
@@ -149,7 +149,7 @@ pub fn bytes(x: usize) -> String {
     if value < 9.95 { format!("{value:.1}{unit}") } else { format!("{value:.0}{unit}") }
 }
 
-/// A share in percent.
+/// Formats a share in percent.
 pub fn percent(x: f64) -> String {
     match x {
         x if !x.is_finite() => "-".into(),
@@ -159,7 +159,7 @@ pub fn percent(x: f64) -> String {
     }
 }
 
-/// A share in percent for a sentence: `24 %`, `0.4 %`.
+/// Formats a share in percent for a sentence: `24 %`, `0.4 %`.
 pub fn percent_of(x: f64) -> String {
     match 100.0 * x {
         p if !p.is_finite() => "-".into(),
@@ -169,12 +169,12 @@ pub fn percent_of(x: f64) -> String {
     }
 }
 
-/// A number of things: `1 head`, `3 heads`.
+/// Formats a number of things: `1 head`, `3 heads`.
 pub fn count(n: usize, thing: &str) -> String {
     format!("{n} {thing}{}", if n == 1 { "" } else { "s" })
 }
 
-/// A sentence broken into lines of 80 characters at most, further ones indented.
+/// Wraps a sentence to lines of at most 80 characters; continuation lines are indented.
 pub fn wrap(text: &str) -> String {
     let mut out = String::new();
     let mut width = 0;
@@ -193,7 +193,7 @@ pub fn wrap(text: &str) -> String {
     out
 }
 
-/// How many times faster: `12.3x`.
+/// Formats a speed-up: `12.3x`.
 pub fn times(x: f64) -> String {
     match x {
         x if !x.is_finite() => "-".into(),
@@ -204,8 +204,8 @@ pub fn times(x: f64) -> String {
     }
 }
 
-/// One column of a record, described once: where its value stands in the record as JSON, its name in files, its title in
-/// tables and how a table shows it. A column without a title is in files alone, one without a name in tables alone.
+/// One column of a record: the place of its value in the record's JSON, its name in files, and its title and format in
+/// tables. A column without a title is only in files, one without a name only in tables.
 #[derive(Clone, Copy, Debug)]
 pub struct Column {
     title: &'static str,
@@ -214,10 +214,10 @@ pub struct Column {
     shown: Shown,
 }
 
-/// How a table shows a value; files have all its digits.
+/// Format of a value in tables; files have all its digits.
 #[derive(Clone, Copy, Debug)]
 pub enum Shown {
-    /// As it is.
+    /// Unchanged.
     Text,
     /// [`number`].
     Number,
@@ -229,7 +229,7 @@ pub enum Shown {
     Percent,
     /// [`times`].
     Times,
-    /// Made from the value.
+    /// Computed from the value.
     Made(fn(&Value) -> String),
 }
 
@@ -251,17 +251,17 @@ impl Shown {
 }
 
 impl Column {
-    /// In files alone: a name, and the JSON pointer of the value.
+    /// Creates a column only for files: a name, and the JSON pointer of the value.
     pub const fn file(name: &'static str, at: &'static str) -> Self {
         Self { title: "", name, at, shown: Shown::Text }
     }
 
-    /// In tables alone.
+    /// Creates a column only for tables.
     pub const fn table(title: &'static str, at: &'static str, shown: Shown) -> Self {
         Self { title, name: "", at, shown }
     }
 
-    /// In both.
+    /// Creates a column for files and tables.
     pub const fn both(title: &'static str, name: &'static str, at: &'static str, shown: Shown) -> Self {
         Self { title, name, at, shown }
     }
@@ -275,7 +275,7 @@ fn json<R: Serialize>(record: R) -> Value {
     serde_json::to_value(record).unwrap_or_default()
 }
 
-/// Records as objects of the columns' names, for a page.
+/// Returns records as objects with the columns' names, for a page.
 pub fn objects_of<R: Serialize>(records: impl IntoIterator<Item = R>, columns: &[Column]) -> Vec<Value> {
     let named = |record: &Value| {
         let columns = columns.iter().filter(|c| !c.name.is_empty());
@@ -285,12 +285,12 @@ pub fn objects_of<R: Serialize>(records: impl IntoIterator<Item = R>, columns: &
 }
 
 impl Table {
-    /// Records for people.
+    /// Builds the text table of records.
     pub fn of<R: Serialize>(records: impl IntoIterator<Item = R>, columns: &[Column]) -> Self {
         Self::from_columns(records, columns, |c| c.title, |c, v| c.shown.cell(v))
     }
 
-    /// Records for other programs.
+    /// Builds the CSV table of records.
     pub fn csv_of<R: Serialize>(records: impl IntoIterator<Item = R>, columns: &[Column]) -> Self {
         Self::from_columns(records, columns, |c| c.name, |_, v| raw(v))
     }
@@ -311,7 +311,7 @@ impl Table {
     }
 }
 
-/// A value as it stands in a CSV file: all its digits, empty where there is none, `name=value;name=value` for an object.
+/// Formats a value for CSV: all its digits, empty if there is none, `name=value;name=value` for an object.
 pub fn raw(value: &Value) -> String {
     match value {
         Value::Null => String::new(),
@@ -324,7 +324,7 @@ pub fn raw(value: &Value) -> String {
     }
 }
 
-/// Parameters as one cell: `name=value;name=value`.
+/// Formats parameters as one cell: `name=value;name=value`.
 pub(crate) fn params_text(params: &serde_json::Map<String, Value>) -> String {
     params.iter().map(|(k, v)| format!("{k}={}", raw(v))).collect::<Vec<_>>().join(";")
 }

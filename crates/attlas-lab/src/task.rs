@@ -1,11 +1,11 @@
-//! Texts whose last tokens can only be predicted from far keys, made from a user's own text.
+//! Texts whose last tokens can only be predicted from distant keys, made from the user's own text.
 //!
-//! Perplexity of ordinary prose hardly depends on keys that lie thousands of tokens back, so a method that forgets
-//! them passes unnoticed. Each [`Task`] builds one prompt and names the tokens to score: those that the model can
-//! know only by looking far back.
+//! The perplexity of ordinary prose hardly depends on keys thousands of tokens back, and hardly changes if a method
+//! drops them. Each [`Task`] builds one prompt and names the tokens to score: those that the model can predict only
+//! from distant keys.
 //!
-//! - `repeat`: a passage, other text, the passage again; the second reading is scored. `repeat=1024` names the tokens of the
-//!   passage; twice as many in all leave no other text between the readings.
+//! - `repeat`: a passage, other text, the passage again; the second reading is scored. `repeat=1024` sets the tokens of
+//!   the passage; a prompt of twice that length has no other text between the readings.
 //! - `needle`: sentences with a random number hidden at even depths, and a question for each at the end; the
 //!   numbers of the answers are scored.
 //! - `lookup`: a list of words with random numbers, other text, half of the words again in another order; their
@@ -20,27 +20,27 @@ use std::ops::Range;
 
 /// Needles hidden in a text.
 const NEEDLES: usize = 8;
-/// Entries of a list to be looked up.
+/// Entries of the look-up list.
 const ENTRIES: usize = 24;
-/// The most tokens of a passage that is read twice.
+/// Most tokens of the repeated passage by default.
 const PASSAGE: usize = 1024;
 
-/// A kind of text that needs far keys.
+/// A kind of text that needs distant keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// A passage read twice.
     Repeat {
-        /// Its tokens; without them a quarter of the prompt, at most 1024.
+        /// Its tokens; if absent, a quarter of the prompt, at most 1024.
         passage: Option<usize>,
     },
     /// Facts hidden in a long text.
     Needle,
-    /// A list to be looked up.
+    /// A look-up list.
     Lookup,
 }
 
 impl Task {
-    /// The name on the command line and in records.
+    /// Returns the name on the command line and in records.
     pub fn name(self) -> &'static str {
         match self {
             Task::Repeat { .. } => "repeat",
@@ -86,17 +86,17 @@ impl std::str::FromStr for Task {
     }
 }
 
-/// A prompt and the tokens of it that are scored.
+/// A prompt and its scored tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prompt {
     /// All tokens.
     pub tokens: Vec<u32>,
-    /// Ranges of `tokens` that are scored, in ascending order; none holds token 0.
+    /// Scored ranges of `tokens`, in ascending order; none contains token 0.
     pub targets: Vec<Range<usize>>,
 }
 
 impl Prompt {
-    /// Tokens that are scored.
+    /// Returns the number of scored tokens.
     pub fn scored(&self) -> usize {
         self.targets.iter().map(ExactSizeIterator::len).sum()
     }
@@ -127,7 +127,7 @@ pub fn prompt(task: Task, tokenizer: &Tokenizer, text: &Text, context: usize, se
     }
 }
 
-/// The first tokens of a text as a passage, the following ones as filler, the passage again.
+/// Builds a prompt from the first tokens of a text as a passage, the following ones as filler, and the passage again.
 fn repeat(text: &[u32], context: usize, passage: Option<usize>) -> Result<Prompt> {
     let passage = passage.unwrap_or((context / 4).min(PASSAGE));
     let Some(filler) = context.checked_sub(passage.saturating_mul(2)) else {
@@ -140,7 +140,7 @@ fn repeat(text: &[u32], context: usize, passage: Option<usize>) -> Result<Prompt
     }
     let mut prompt = Prompt { tokens: Vec::with_capacity(context), targets: Vec::new() };
     prompt.push(&text[..passage + filler], false);
-    // Nothing says that the passage begins again: its first token cannot be known.
+    // Nothing announces the second reading: its first token is unpredictable.
     prompt.push(&text[..1], false);
     prompt.push(&text[1..passage], true);
     Ok(prompt)
@@ -148,7 +148,7 @@ fn repeat(text: &[u32], context: usize, passage: Option<usize>) -> Result<Prompt
 
 type Encode<'a> = &'a dyn Fn(&str) -> Result<Vec<u32>>;
 
-/// A word with its number, as two runs of tokens.
+/// A word and its number, as two runs of tokens.
 struct Fact {
     statement: Vec<u32>,
     number: Vec<u32>,
@@ -180,7 +180,7 @@ fn filler(task: &str, text: &[u32], context: usize, taken: usize) -> Result<usiz
     Ok(room)
 }
 
-/// Facts at even depths of the text, each asked for once at the end.
+/// Builds a prompt with facts at even depths of the text and one question for each at the end.
 fn needle(
     text: &[u32],
     words: &[String],
@@ -208,7 +208,7 @@ fn needle(
     Ok(prompt)
 }
 
-/// A list at the start, the text, and half of the list again in another order.
+/// Builds a prompt with a list at the start, the text, and half of the list again in another order.
 fn lookup(
     text: &[u32],
     words: &[String],
@@ -234,7 +234,7 @@ fn lookup(
     Ok(prompt)
 }
 
-/// `count` distinct lower-case words of the text, drawn at random.
+/// Draws `count` distinct lower-case words of the text at random.
 fn words(text: &str, count: usize, rng: &mut Rng) -> Result<Vec<String>> {
     let plain = |w: &&str| (5..=10).contains(&w.len()) && w.bytes().all(|b| b.is_ascii_lowercase());
     let distinct: BTreeSet<&str> = text.split_whitespace().filter(plain).collect();

@@ -9,7 +9,7 @@ const GAP: usize = 14;
 const LINE: usize = 17;
 const TOP: usize = 78;
 
-/// A column of the picture: its title, what it says below, its colour and its ids.
+/// A column of the picture: its title, the text below, its colour and its ids.
 struct Column {
     title: &'static str,
     words: &'static str,
@@ -56,7 +56,7 @@ fn columns() -> Vec<Column> {
     ]
 }
 
-/// The picture as SVG.
+/// Draws the picture as SVG.
 pub fn svg() -> String {
     let columns = columns();
     let rows = columns.iter().map(|c| c.ids.len()).max().unwrap_or(0);

@@ -5,7 +5,8 @@ use attlas_model::save::{Folder, NamedTensor};
 use serde_json::json;
 use std::sync::Arc;
 
-/// A model of two query heads and one key head of width 4 a layer. Number `i` of a tensor is `value(its name, i)`.
+/// Builds a model with two query heads and one key head of width 4 per layer. Number `i` of a tensor is
+/// `value(its name, i)`.
 pub(crate) fn model(
     name: &str,
     layers: usize,

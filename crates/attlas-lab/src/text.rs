@@ -15,8 +15,8 @@ pub fn open_model(path: &Path) -> Result<Arc<Model>> {
     Ok(open_model_for(path, None)?.0)
 }
 
-/// Opens a model that is to read `context` tokens, and stretches its positions where that is past what it was made for
-/// ([`ModelConfig::stretch_context`](attlas_model::ModelConfig::stretch_context)). Also returns the context it was made for.
+/// Opens a model for `context` tokens and, beyond the context it was trained for, stretches its positions
+/// ([`ModelConfig::stretch_context`](attlas_model::ModelConfig::stretch_context)). Also returns the trained context.
 pub fn open_model_for(path: &Path, context: Option<usize>) -> Result<(Arc<Model>, usize)> {
     let located = path.to_str().map(attlas_model::hub::locate).transpose()?;
     let mut model = Model::open(located.as_deref().unwrap_or(path))?;
@@ -25,26 +25,26 @@ pub fn open_model_for(path: &Path, context: Option<usize>) -> Result<(Arc<Model>
     Ok((Arc::new(model), trained))
 }
 
-/// Numbers and bytes of the tensors of a model, which may be one on the hub.
+/// Returns the numbers and bytes of a model's tensors; the model may be on the hub.
 pub fn model_size(path: &Path) -> Result<(usize, usize)> {
     let located = path.to_str().map(attlas_model::hub::locate).transpose()?;
     Ok(attlas_model::checkpoint::size(located.as_deref().unwrap_or(path))?)
 }
 
-/// A text as a model sees it.
+/// A tokenised text.
 #[derive(Clone, Debug)]
 pub struct Text {
-    /// Where it came from.
+    /// Source of the text.
     pub source: String,
     /// SHA-256 of its bytes.
     pub sha256: String,
-    /// Its tokens, without any that a tokeniser puts around a text.
+    /// Its tokens, without those that a tokeniser puts around a text.
     pub tokens: Vec<u32>,
 }
 
 impl Text {
-    /// Reads the file at `path`, or standard input for `-`, and keeps its first `limit` tokens. A text
-    /// without a token, and bytes that are no UTF-8, are errors.
+    /// Reads the file at `path`, or standard input for `-`, and keeps its first `limit` tokens. A text without tokens
+    /// and invalid UTF-8 are errors.
     pub fn read(path: &Path, model: &Model, limit: Option<usize>) -> Result<Self> {
         let mut bytes = Vec::new();
         if path == Path::new("-") {
@@ -66,7 +66,7 @@ impl Text {
     }
 }
 
-/// A model's sizes in one line; recipes carry it, so that one for another model is told apart.
+/// Describes a model's sizes in one line; recipes carry it to identify their model.
 pub fn shape(c: &ModelConfig) -> String {
     format!(
         "{} layers, {} heads, {} key heads, width {}, {} tokens known",
@@ -74,7 +74,7 @@ pub fn shape(c: &ModelConfig) -> String {
     )
 }
 
-/// An error if a recipe says that it was made for a model of other sizes.
+/// Fails if a recipe was made for a model of other sizes.
 pub fn check_recipe(recipe: &Recipe, model: &Model) -> Result<()> {
     match recipe.evidence.get("model_shape") {
         Some(Value::Text(made_for)) if *made_for != shape(&model.config) => {
@@ -86,7 +86,7 @@ pub fn check_recipe(recipe: &Recipe, model: &Model) -> Result<()> {
     }
 }
 
-/// The warning for a recipe that meets more tokens than it was checked on.
+/// Returns the warning for a recipe on more tokens than it was checked on.
 pub fn past_recipe(recipe: &Recipe, tokens: usize) -> Option<String> {
     let most = recipe.tokens.filter(|most| tokens > *most)?;
     Some(format!(
@@ -108,7 +108,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// The recipe, or `None` for exact attention everywhere.
+    /// Returns the recipe, or `None` for exact attention everywhere.
     pub fn resolve(&self) -> Result<Option<Recipe>> {
         let recipe = self.without_calibration()?;
         match (&self.calibration, recipe) {
@@ -151,7 +151,7 @@ impl Attention {
     }
 }
 
-/// Writes the name of what products are computed in.
+/// Serialises the name of the type that products are computed in.
 pub(crate) fn compute_name<S: serde::Serializer>(
     compute: &attlas_model::Compute,
     to: S,

@@ -1,8 +1,8 @@
 //! Traces: queries, keys and values of a model in a file.
 //!
 //! - **safetensors**: tensors `layer{l}.q`, `layer{l}.k`, `layer{l}.v` of shape `[heads, n, d]`, in F32, F64, F16 or
-//!   BF16, keys as they enter the inner product. Metadata `scale` (a number; $1/\sqrt d$ where absent), `softcap`
-//!   (caps the logits; none where absent) and `mask` (`causal`, the default, or `none`) are used, everything else is carried along.
+//!   BF16, keys as they enter the inner product. Metadata `scale` (a number; $1/\sqrt d$ if absent), `softcap` (caps
+//!   the logits; none if absent) and `mask` (`causal`, the default, or `none`) are used; all other metadata are kept.
 //! - **npz**: arrays with the same names, or `q`, `k`, `v` for one layer; `[n, d]` stands for one head.
 //! - **npy**: three files `q.npy,k.npy,v.npy` in this order, or one file that stacks them, `[3, n, d]` or
 //!   `[3, heads, n, d]`.
@@ -31,17 +31,17 @@ struct Array {
     data: Vec<f32>,
 }
 
-/// Reads one trace, or three `.npy` files of queries, keys and values. A number that is not finite is an error.
+/// Reads one trace, or three `.npy` files of queries, keys and values. A non-finite number is an error.
 pub fn read(paths: &[PathBuf]) -> Result<Workload> {
     read_with(paths, Numbers::Finite)
 }
 
-/// The same, with numbers kept as they are; heads that hold one which is not finite are for the caller to find.
+/// Reads like [`read`] but accepts non-finite numbers; the caller must find heads that contain them.
 pub fn read_unchecked(paths: &[PathBuf]) -> Result<Workload> {
     read_with(paths, Numbers::Any)
 }
 
-/// Which numbers a trace may hold.
+/// Numbers that a trace may contain.
 #[derive(Clone, Copy, PartialEq)]
 enum Numbers {
     Finite,
@@ -139,9 +139,9 @@ fn from_view(path: &Path, name: &str, view: &TensorView<'_>) -> Result<Array> {
     Ok(Array { shape: view.shape().to_vec(), data })
 }
 
-/// Arrays of a packed file may take this many bytes in any case,
+/// Arrays of a packed file may always take this many bytes,
 const UNPACKED: usize = 4 << 20;
-/// and this many times the bytes of the file. Numbers of attention hardly pack at all.
+/// and this many times the bytes of the file. Numbers of attention hardly compress.
 const UNPACKED_RATIO: usize = 64;
 
 fn read_npz(path: &Path) -> Result<Arrays> {
@@ -161,7 +161,7 @@ fn read_npz(path: &Path) -> Result<Arrays> {
         let wrong = |e: String| malformed(format!("{name}: {e}"));
         let size = usize::try_from(member.size()).unwrap_or(usize::MAX);
         let header = Header::read(&mut member).map_err(wrong)?;
-        // Before anything is unpacked: the directory, the header and the bytes of the file have to agree.
+        // The directory, the header and the bytes of the file must agree before anything is unpacked.
         match header.file_bytes() {
             Some(needed) if needed == size => {}
             _ => return Err(wrong(format!("{size} bytes, which is not what its shape needs"))),
@@ -171,7 +171,7 @@ fn read_npz(path: &Path) -> Result<Arrays> {
             wrong(format!("its arrays unpack to more than {most} times the {file} bytes of the file"))
         })?;
         let mut elements = Vec::new();
-        // One more byte than needed shows a member that is longer than the directory says.
+        // Reading one byte more than needed detects a member longer than the directory says.
         let limit = member.size().saturating_add(1);
         (&mut member).take(limit).read_to_end(&mut elements).map_err(|e| wrong(e.to_string()))?;
         let Npy { shape, data } = header.array(&elements).map_err(wrong)?;
@@ -203,7 +203,7 @@ fn unstack(path: &Path, array: Array) -> Result<Arrays> {
     Ok(["q", "k", "v"].iter().enumerate().map(|(i, name)| (name.to_string(), part(i))).collect())
 }
 
-/// The layer that a tensor name belongs to, and whether it is `q`, `k` or `v`; `Some(None)` for a bare name.
+/// Splits a tensor name into its layer (`None` for a bare name) and `q`, `k` or `v`.
 fn layer_of(name: &str) -> Option<(Option<usize>, &str)> {
     match name.split_once('.') {
         None => matches!(name, "q" | "k" | "v").then_some((None, name)),
@@ -297,16 +297,16 @@ fn assemble(
     Ok(Workload { source: path.display().to_string(), mask, metadata, layers })
 }
 
-/// Element type of a trace that is written.
+/// Element type of a written trace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Elements {
     /// Single precision.
     #[default]
     F32,
-    /// IEEE half precision: 11 significant bits; numbers from 65520 on do not fit.
+    /// IEEE half precision: 11 significant bits; numbers of 65520 and above overflow.
     F16,
-    /// The upper half of a single: 8 significant bits.
+    /// Upper 16 bits of single precision: 8 significant bits.
     Bf16,
 }
 
@@ -331,7 +331,7 @@ impl Elements {
 /// A tensor by name: shape and elements.
 type Named<'a> = (String, [usize; 3], &'a [f32]);
 
-/// The tensors of a workload in the order in which they are written.
+/// Returns the tensors of a workload in the order of writing.
 fn tensors(workload: &Workload) -> impl Iterator<Item = Named<'_>> {
     workload.layers.iter().enumerate().flat_map(|(i, x)| {
         let l = x.layer.unwrap_or(i);
@@ -349,9 +349,9 @@ pub fn write(workload: &Workload, path: &Path) -> Result<()> {
     write_as(workload, &[], Elements::F32, path)
 }
 
-/// Writes a workload and what stands beside it as a trace, in the format that the name ends in: `.safetensors`,
-/// `.npz`, or `.npy` for a single head, stacked as `[3, n, d]`. NumPy files hold single precision. The file is
-/// written whole or not at all ([`output`]).
+/// Writes a workload and further tensors as a trace, in the format given by the name's ending: `.safetensors`, `.npz`,
+/// or `.npy` for a single head, stacked as `[3, n, d]`. NumPy files hold single precision. The file is written whole or
+/// not at all ([`output`]).
 pub fn write_as(workload: &Workload, extra: &[Extra], elements: Elements, path: &Path) -> Result<()> {
     let all: Vec<Named<'_>> =
         tensors(workload).chain(extra.iter().map(|e| (e.name.clone(), e.shape, &e.data[..]))).collect();
@@ -367,7 +367,7 @@ fn extension(path: &Path) -> &str {
     path.extension().and_then(|e| e.to_str()).unwrap_or_default()
 }
 
-/// Whether a trace with these elements can be written under that name; worth asking before work is done.
+/// Fails if a trace with these elements cannot be written under that name; call it before long work.
 pub fn check_name(path: &Path, elements: Elements) -> Result<()> {
     match extension(path) {
         "safetensors" => Ok(()),
@@ -405,7 +405,7 @@ fn write_safetensors(workload: &Workload, all: &[Named<'_>], elements: Elements,
     output::write(path, &bytes)
 }
 
-/// One array in NumPy's format.
+/// Writes one array in NumPy's format.
 fn npy_into(
     shape: &[u64],
     data: impl Iterator<Item = f32>,

@@ -1,8 +1,8 @@
-//! Lists of independent units: shared among processes, and kept in a file so that an interrupted run goes on.
+//! Lists of independent units, shared among processes and kept in a file from which an interrupted run resumes.
 //!
-//! The longest units are handed out first, one at a time, so that a slow machine does not hold up the others. Process 0 alone
-//! has the file: a line that says what was run, then one line for each finished unit, appended as it arrives. A line that was
-//! cut off is dropped when the file is read again.
+//! The longest units are handed out first, one at a time: a slow machine then delays the others least. Only process 0
+//! has the file: a line that identifies the run, then one line per finished unit, appended as it arrives. A truncated
+//! line is dropped when the file is read again.
 
 use crate::crew::Crew;
 use crate::hash::sha256;
@@ -25,24 +25,24 @@ struct Header {
     version: u32,
     /// The command.
     command: String,
-    /// SHA-256 of everything that decides what a unit is.
+    /// SHA-256 of everything that determines a unit's result.
     key: String,
 }
 
-/// One unit, as it is kept and as it travels.
+/// One unit, as stored and as sent.
 #[derive(Serialize, Deserialize)]
 struct Line<R> {
     unit: usize,
-    /// The machine it was done on.
+    /// The machine that did it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     node: Option<String>,
-    /// Whether it was finished; others are not kept.
+    /// True if it was finished; others are not kept.
     #[serde(default = "yes", skip_serializing_if = "is_true")]
     whole: bool,
     record: R,
 }
 
-/// The same without what was found.
+/// A line without its record.
 #[derive(Deserialize)]
 struct Head {
     unit: usize,
@@ -59,23 +59,24 @@ fn is_true(x: &bool) -> bool {
     *x
 }
 
-/// Units that are finished, in a file where there is one.
+/// Finished units, in a file if there is one.
 #[derive(Debug, Default)]
 pub struct Ledger {
     path: Option<PathBuf>,
-    /// Held open, for its lock and to append to.
+    /// Kept open for its lock and for appending.
     file: Option<File>,
     known: BTreeMap<usize, String>,
 }
 
 impl Ledger {
-    /// Nothing is kept.
+    /// Creates a ledger that stores nothing.
     pub fn none() -> Self {
         Self::default()
     }
 
-    /// Units of `command` in the file at `path`. What the file holds is used again; one of another command, of other inputs
-    /// or settings, which `key` names, or that another process is writing, is refused. Only process 0 of a crew has it.
+    /// Opens the units of `command` in the file at `path`. Units in the file are reused. A file of another command or
+    /// of other inputs or settings (`key`), or one that another process is writing, is refused. Only process 0 of a
+    /// crew has it.
     pub fn open(path: &Path, command: &str, key: &str) -> Result<Self> {
         let header = Header {
             format: FORMAT.into(),
@@ -84,7 +85,7 @@ impl Ledger {
             key: sha256(key.as_bytes()),
         };
         let mut ledger = Self { path: Some(path.into()), file: None, known: BTreeMap::new() };
-        // Kept until the new file is in place with a lock of its own.
+        // Kept until the new file is in place with its own lock.
         let there = output::lock(path)?;
         if there.is_some() {
             ledger.read(path, &header)?;
@@ -124,7 +125,7 @@ impl Ledger {
         for (i, line) in lines.iter().enumerate() {
             match serde_json::from_str::<Head>(line) {
                 Ok(unit) => drop(self.known.insert(unit.unit, (*line).to_owned())),
-                // The last line of an interrupted run.
+                // The truncated last line of an interrupted run.
                 Err(_) if i + 1 == lines.len() => {}
                 Err(e) => return Err(malformed(format!("line {}: {e}", i + 2))),
             }
@@ -132,12 +133,12 @@ impl Ledger {
         Ok(())
     }
 
-    /// Units that are finished.
+    /// Returns the number of finished units.
     pub fn len(&self) -> usize {
         self.known.len()
     }
 
-    /// Whether none is.
+    /// Returns true if no unit is finished.
     pub fn is_empty(&self) -> bool {
         self.known.is_empty()
     }
@@ -155,23 +156,23 @@ impl Ledger {
 pub enum Done<R> {
     /// Finished.
     Whole(R),
-    /// Not finished, for lack of time or because the caller wants to stop: shown, and done again the next time.
+    /// Unfinished, for lack of time or because of a stop: shown, and repeated in the next run.
     Partial(R),
-    /// Not begun, because the caller wants to stop. This process takes no more.
+    /// Not begun because of a stop. This process takes no more units.
     Stopped,
 }
 
 /// The units of all processes.
 #[derive(Debug)]
 pub struct Shared<R> {
-    /// By unit, with the machine; none where it was not done.
+    /// Records by unit, with the machine; none if the unit was not done.
     pub records: Vec<Option<(R, Option<String>)>>,
-    /// A process stopped before the list was at its end.
+    /// True if a process stopped before the end of the list.
     pub interrupted: bool,
 }
 
 impl<R> Shared<R> {
-    /// The machines that units were done on, each once.
+    /// Returns the machines that did units, each once.
     pub fn nodes(&self) -> Vec<String> {
         let mut nodes: Vec<String> = self.records.iter().flatten().filter_map(|(_, n)| n.clone()).collect();
         nodes.sort();
@@ -180,8 +181,8 @@ impl<R> Shared<R> {
     }
 }
 
-/// Does every unit that the ledger does not know, the heaviest by `weights` first, and equal ones in their order. `work` gets
-/// a unit and its place in the list. Every process gets all records.
+/// Does every unit that is not in the ledger, the heaviest by `weights` first, equal ones in their order. `work`
+/// receives a unit and its place in the list. Every process gets all records.
 pub fn share<R: Serialize + DeserializeOwned>(
     crew: &dyn Crew,
     ledger: &mut Ledger,
@@ -242,7 +243,7 @@ pub fn share<R: Serialize + DeserializeOwned>(
     Ok(Shared { records, interrupted: crew.any(stopped) })
 }
 
-/// Process 0 keeps a record.
+/// Stores a record on process 0.
 fn take(ledger: &mut Ledger, lines: &mut Vec<String>, line: &str) -> Result<()> {
     let whole = serde_json::from_str::<Head>(line).is_ok_and(|l| l.whole);
     if whole {
@@ -284,7 +285,7 @@ mod tests {
         let (some, order) = squares(&mut ledger, 3);
         assert_eq!((order, some.interrupted), (vec![1, 3, 2], true));
         drop(ledger);
-        // A part is done again, and so is a line that was cut off.
+        // Partial units and truncated lines are done again.
         let whole = std::fs::read_to_string(&path).unwrap();
         assert_eq!(whole.lines().count(), 3, "{whole}");
         std::fs::write(&path, format!("{whole}{{\"unit\":0,\"rec")).unwrap();

@@ -1,15 +1,15 @@
-//! Words that come from outside: names that are nearly right, and names that must not reach a terminal as they are.
+//! Words from outside: suggestions for misspelt names, and escapes for names that must not reach a terminal unchanged.
 
 use crate::{Error, Result};
 
-/// The name and the value of a setting `parameter=value`, such as `example`.
+/// Splits a setting `parameter=value`, such as `example`, into name and value.
 pub fn setting<'a>(text: &'a str, example: &str) -> Result<(&'a str, &'a str)> {
     let expected = || format!("parameter=value, such as {example}");
     text.split_once('=').ok_or_else(|| Error::argument("--set", expected(), format!("'{text}'")))
 }
 
-/// Text as a terminal may show it: control characters, which move cursors and change colours, and marks that turn the
-/// direction of a line, as their codes. Line ends and tabs stay.
+/// Escapes text for a terminal: control characters, which move cursors and change colours, and marks that change the
+/// direction of a line become their codes. Line ends and tabs stay.
 pub fn printable(text: &str) -> String {
     let turns =
         |c: char| matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
@@ -23,14 +23,14 @@ pub fn printable(text: &str) -> String {
     })
 }
 
-/// The candidate that `word` was probably meant to be: at most a third of its letters differ.
+/// Returns the candidate that `word` probably means: at most a third of its letters differ.
 pub fn nearest<'a>(word: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let best = candidates.into_iter().map(|c| (distance(word, c), c)).min_by_key(|(d, _)| *d)?;
     let most = word.chars().count().div_ceil(3);
     (best.0 <= most && best.0 < best.1.chars().count()).then_some(best.1)
 }
 
-/// Letters inserted, left out, exchanged or swapped with a neighbour (optimal string alignment), regardless of case.
+/// Returns the edit distance with swaps of neighbours (optimal string alignment), regardless of case.
 fn distance(a: &str, b: &str) -> usize {
     let letters = |s: &str| s.to_lowercase().chars().collect::<Vec<char>>();
     let (a, b) = (letters(a), letters(b));

@@ -1,4 +1,4 @@
-//! Queries, keys and values that everything here measures.
+//! Queries, keys and values, the inputs of all measurements.
 
 use crate::hash::sha256;
 use crate::{Error, Result};
@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 pub struct Workload {
     /// Its source.
     pub source: String,
-    /// The mask these inputs are meant for.
+    /// Default mask of these inputs.
     pub mask: Mask,
     /// Metadata of the file: model, text hash, token count, producer, ….
     pub metadata: BTreeMap<String, String>,
@@ -19,7 +19,7 @@ pub struct Workload {
 }
 
 impl Workload {
-    /// Keeps the layers named alone; an error that lists what there is if one is missing.
+    /// Keeps only the named layers; if one is missing, the error lists the existing ones.
     pub fn keep_layers(&mut self, wanted: &[usize]) -> Result<()> {
         let number = |i: usize, x: &LayerData| x.layer.unwrap_or(i);
         let there: Vec<usize> = self.layers.iter().enumerate().map(|(i, x)| number(i, x)).collect();
@@ -35,7 +35,7 @@ impl Workload {
         Ok(())
     }
 
-    /// SHA-256 of all numbers with their sizes.
+    /// Returns the SHA-256 of all numbers with their sizes.
     pub fn hash(&self) -> String {
         let mut all = String::new();
         for layer in &self.layers {
@@ -52,7 +52,7 @@ impl Workload {
 /// Queries, keys and values of one layer, contiguous `[heads, rows, columns]`, all finite.
 #[derive(Clone, Debug)]
 pub struct LayerData {
-    /// Which layer of the model, where there is one.
+    /// Layer of the model, if there is one.
     pub layer: Option<usize>,
     /// Sizes; the mask is the workload's.
     pub problem: Problem,
@@ -65,18 +65,18 @@ pub struct LayerData {
 }
 
 impl LayerData {
-    /// The problem of one key head with all query heads that share it.
+    /// Returns the problem of one key head with all query heads that share it.
     pub fn group_problem(&self, mask: Mask) -> Problem {
         Problem { n_heads: self.problem.group_size(), n_kv_heads: 1, mask, ..self.problem }
     }
 
-    /// The query heads that share key head `group`.
+    /// Returns the query heads that share key head `group`.
     pub fn heads_of(&self, group: usize) -> std::ops::Range<usize> {
         let size = self.problem.group_size();
         group * size..(group + 1) * size
     }
 
-    /// The tensors of key head `group`, and of the query heads that share it.
+    /// Returns the tensors of key head `group` and of the query heads that share it.
     pub fn group(&self, group: usize) -> Result<Qkv<'_, f32>> {
         let p = &self.problem;
         let size = p.group_size();
@@ -90,7 +90,7 @@ impl LayerData {
         ))
     }
 
-    /// All heads at once.
+    /// Returns all heads at once.
     pub fn inputs(&self) -> Result<Inputs<'_>> {
         let p = &self.problem;
         let q = TensorRef::bhnd(&self.q, [1, p.n_heads, p.n_q, p.d])?;

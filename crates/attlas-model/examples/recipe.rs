@@ -1,4 +1,4 @@
-//! Runs a model with a recipe, and says how far its next-token prediction is from exact attention's.
+//! Runs a model with a recipe, and prints the distance of its next-token prediction from exact attention's.
 //!
 //! `cargo run --release -p attlas-model --example recipe -- model.gguf recipe.toml book.txt`
 

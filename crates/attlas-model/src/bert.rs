@@ -1,10 +1,10 @@
-//! Running an encoder: texts to hidden states and sentence embeddings, with any non-causal method attending.
+//! Encoders: from texts to hidden states and sentence embeddings, with any non-causal attention method.
 //!
 //! With $\operatorname{LN}$ the layer norm, $x = \operatorname{LN}(w_t + p_n + s_0)$ from word, position and type
-//! embeddings; then in every layer $q, k, v = W x + b$, attention over all tokens that are no padding,
+//! embeddings; then in every layer $q, k, v = W x + b$, attention over all tokens except padding,
 //! $x \leftarrow \operatorname{LN}(x + W_O\,o + b_O)$ and
-//! $x \leftarrow \operatorname{LN}(x + W_2 \operatorname{gelu}(W_1 x + b_1) + b_2)$. The embedding of a text is the mean of
-//! its last hidden states, scaled to length one.
+//! $x \leftarrow \operatorname{LN}(x + W_2 \operatorname{gelu}(W_1 x + b_1) + b_2)$. The embedding of a text is the
+//! mean of its last hidden states, scaled to length one.
 //!
 //! References: devlin2019; reimers2019 (mean pooling).
 
@@ -22,13 +22,13 @@ use attlas_num::par::*;
 /// Inputs of the linear maps of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Input {
-    /// Those of queries, keys and values.
+    /// Input of queries, keys and values.
     Attention,
-    /// The output projection.
+    /// Input of the output projection.
     Heads,
-    /// Those into the feed-forward layer.
+    /// Input of the maps into the feed-forward layer.
     Ffn,
-    /// That out of it.
+    /// Input of the map out of it.
     Inner,
 }
 
@@ -48,7 +48,7 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Pads `texts`, each the ids of one text. An error if there is none, or if one of them is empty.
+    /// Pads `texts`, each the ids of one text. Fails if there is none, or if one is empty.
     pub fn new<T: AsRef<[u32]>>(texts: &[T]) -> Result<Self> {
         let lens: Vec<usize> = texts.iter().map(|t| t.as_ref().len()).collect();
         let n = lens.iter().copied().max().unwrap_or(0);
@@ -68,7 +68,7 @@ impl Batch {
         self.lens.len()
     }
 
-    /// Tokens of each text, padding not counted.
+    /// Returns the tokens of each text, without padding.
     pub fn lens(&self) -> &[usize] {
         &self.lens
     }
@@ -78,7 +78,7 @@ impl Batch {
         self.n
     }
 
-    /// Valid keys of each text, where there is padding.
+    /// Returns the valid keys of each text, if there is padding.
     fn key_lens(&self) -> Option<&[usize]> {
         self.lens.iter().any(|&len| len < self.n).then_some(&self.lens)
     }
@@ -87,14 +87,14 @@ impl Batch {
 /// The final hidden states of a batch.
 #[derive(Clone, Debug)]
 pub struct Hidden {
-    /// `[texts, longest, width]`; rows of padding hold no meaning.
+    /// `[texts, longest, width]`; rows of padding are meaningless.
     pub states: Vec<f32>,
     /// Counts of attention, over all layers.
     pub info: RunInfo,
 }
 
 impl<'a> Encoder<'a> {
-    /// The encoder of a model; an error if it is a decoder.
+    /// Returns the encoder of a model; an error if it is a decoder.
     pub fn new(model: &'a Model) -> Result<Self> {
         match &model.weights {
             Weights::Encoder(weights) => Ok(Self { config: &model.config, weights }),
@@ -112,14 +112,14 @@ impl<'a> Encoder<'a> {
         self.config.hidden
     }
 
-    /// Attention problem of the heads of every layer for `batch`.
+    /// Returns the attention problem of every layer for `batch`.
     pub fn problem(&self, batch: &Batch) -> Problem {
         let c = self.config;
         let problem = Problem::new(c.n_heads, batch.n, c.head_dim).with_kv_heads(c.n_kv_heads);
         Problem { batch: batch.texts(), ..problem }
     }
 
-    /// The same method in every layer.
+    /// Plans the same method in every layer.
     pub fn plans(&self, batch: &Batch, method: &Method, options: &Options) -> Result<Vec<Box<dyn Plan>>> {
         let problem = self.problem(batch);
         Ok((0..self.config.n_layers)
@@ -127,9 +127,9 @@ impl<'a> Encoder<'a> {
             .collect::<attlas::Result<_>>()?)
     }
 
-    /// The final hidden states of `batch`. `plans` holds one plan for each layer, of
-    /// [`problem`](Self::problem). `look` sees the queries, keys and values of each layer before they attend. Layers whose
-    /// attention is of another kind attend by themselves, unseen, and leave their plan alone.
+    /// Computes the final hidden states of `batch`. `plans` has one plan per layer, for [`problem`](Self::problem).
+    /// `look` receives the queries, keys and values of each layer before attention. Layers with attention of another
+    /// kind compute it themselves, without `look` and without their plan.
     pub fn forward(
         &self,
         batch: &Batch,
@@ -140,9 +140,9 @@ impl<'a> Encoder<'a> {
         self.forward_seen(batch, plans, ws, look, |_, _, _| ())
     }
 
-    /// The same; `seen` receives the inputs of the linear maps of each layer, rows of padding included: those of queries,
-    /// keys and values, of the output, and of the maps into and out of the feed-forward layer. Attention of another kind is
-    /// not looked into.
+    /// Computes the same; `seen` receives the inputs of the linear maps of each layer, including rows of padding: those
+    /// of queries, keys and values, of the output, and of the maps into and out of the feed-forward layer. Inputs
+    /// inside attention of another kind are not reported.
     pub fn forward_seen(
         &self,
         batch: &Batch,
@@ -199,7 +199,7 @@ impl<'a> Encoder<'a> {
         Ok(Hidden { states: x, info })
     }
 
-    /// The embeddings of `batch`, one row of length one for each text, with one method in every layer.
+    /// Computes the embeddings of `batch`, one row of length one per text, with one method in every layer.
     pub fn embed(
         &self,
         batch: &Batch,
@@ -222,7 +222,7 @@ impl<'a> Encoder<'a> {
             return Err(Error::invalid("the number of plans", plans.len(), format!("{}", c.n_layers)));
         }
         let problem = self.problem(batch);
-        // What the near field leaves to the method is decided when planning.
+        // The plan already fixes what the near field leaves to the method.
         let planned = |p: &Problem| p.with_near(problem.near);
         if let Some(plan) = plans.iter().find(|p| planned(p.problem()) != problem) {
             let found = format!("{:?}", plan.problem());
@@ -248,7 +248,7 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    /// The layers, for those who run them by hand.
+    /// Returns the layers, for callers that run them directly.
     pub fn layers(&self) -> &'a [EncoderLayer] {
         &self.weights.layers
     }
@@ -263,7 +263,7 @@ fn add_and_norm(x: &mut [f32], y: &[f32], norm: &LayerNorm, eps: f64) {
     });
 }
 
-/// The mean of each text's hidden states `[texts, longest, width]` without its padding, scaled to length one. A
+/// Returns the mean of each text's hidden states `[texts, longest, width]` without padding, scaled to length one. A
 /// mean of zero stays zero.
 pub fn mean_pool(states: &[f32], batch: &Batch, width: usize) -> Vec<Vec<f32>> {
     let texts = states.chunks_exact((batch.n * width).max(1)).zip(&batch.lens);

@@ -9,9 +9,9 @@
 //!                               "matrices": {"basis.0": {"rows": 64, "cols": 64, "data": [0.1]}}}}]}
 //! ```
 //!
-//! `layer` is `null` for inputs that name no layer. Numbers are written with all their digits, so a calibration that was
-//! read gives the bits of the one that was written. One made by another method or for other shapes is refused when a
-//! plan is made with it. A folder stands for all files in it whose names end in [`SUFFIX`].
+//! `layer` is `null` for inputs that name no layer. Numbers are written with all their digits: reading restores the
+//! same bits. Planning refuses a calibration of another method or for other shapes. A folder stands for all files in it
+//! whose names end in [`SUFFIX`].
 
 use crate::error::{Error, Result};
 use attlas::Calibration;
@@ -21,7 +21,7 @@ use std::path::Path;
 const FORMAT: &str = "attlas calibrations";
 const VERSION: u32 = 1;
 
-/// How the names of calibration files in a folder end.
+/// Ending of the names of calibration files in a folder.
 pub const SUFFIX: &str = ".calibration.json";
 
 /// Calibrations by layer, key head and method.
@@ -32,10 +32,10 @@ pub struct Calibrations {
     entries: Vec<Entry>,
 }
 
-/// One calibration and what it was made for.
+/// One calibration with its layer and key head.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Entry {
-    /// Layer, where the inputs named one.
+    /// Layer, if the inputs named one.
     pub layer: Option<usize>,
     /// Key head within the layer.
     pub kv_head: usize,
@@ -50,34 +50,34 @@ impl Default for Calibrations {
 }
 
 impl Calibrations {
-    /// Adds one.
+    /// Adds a calibration.
     pub fn insert(&mut self, layer: Option<usize>, kv_head: usize, calibration: Calibration) {
         self.entries.push(Entry { layer, kv_head, calibration });
     }
 
-    /// All of them, as they were added.
+    /// Returns all calibrations, in the order of insertion.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// Whether there is none.
+    /// Returns true if there is none.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
 
-    /// Whether any is of this method.
+    /// Returns true if any belongs to this method.
     pub fn has(&self, method: &str) -> bool {
         self.entries.iter().any(|e| e.calibration.method == method)
     }
 
-    /// Those of one method.
+    /// Returns the calibrations of one method.
     #[must_use]
     pub fn of(&self, method: &str) -> Self {
         let entries = self.entries.iter().filter(|e| e.calibration.method == method).cloned().collect();
         Self { entries, ..Self::default() }
     }
 
-    /// The one of a method for a key head of a layer; an error where the method has others only.
+    /// Returns a method's calibration for a key head of a layer; an error if the method has only others.
     pub fn find(&self, method: &str, layer: Option<usize>, kv_head: usize) -> Result<Option<&Calibration>> {
         let wanted = |e: &&Entry| e.calibration.method == method && (e.layer, e.kv_head) == (layer, kv_head);
         match self.entries.iter().find(wanted) {
@@ -103,7 +103,7 @@ impl Calibrations {
         let failed = |source| Error::Io { path: path.into(), source };
         std::fs::write(&part, text).map_err(failed)?;
         std::fs::rename(&part, path).map_err(|e| {
-            // What is left behind is of no use to anyone.
+            // A partial file is useless.
             let _ = std::fs::remove_file(&part);
             failed(e)
         })

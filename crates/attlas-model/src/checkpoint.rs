@@ -1,4 +1,4 @@
-//! The named tensors of a model and where its settings come from: a GGUF file, or a Hugging Face folder.
+//! The named tensors of a model, from a GGUF file or a Hugging Face folder.
 
 use crate::error::{Error, Result};
 use crate::factored::{Attention, Section};
@@ -18,37 +18,37 @@ use std::sync::Arc;
 #[derive(Clone, Debug, Default)]
 pub struct Tensors {
     by_name: HashMap<String, Tensor>,
-    /// Tensors of bytes: where they lie, and their shapes.
+    /// Tensors of bytes: their sources, ranges and shapes.
     bytes: HashMap<String, (Arc<Source>, Range<usize>, Vec<usize>)>,
-    /// Maps that are products, by name, where the checkpoint has any.
+    /// Maps that are products, by name.
     maps: HashMap<String, Linear>,
     /// Attention of another kind, by layer.
     attention: BTreeMap<usize, Attention>,
 }
 
 impl Tensors {
-    /// The tensor of that name.
+    /// Returns the tensor called `name`.
     pub fn get(&self, name: &str) -> Option<&Tensor> {
         self.by_name.get(name)
     }
 
-    /// The bytes of that name, where the tensor is one of bytes, and its shape.
+    /// Returns the bytes and the shape of the tensor called `name`, if it is one of bytes.
     pub fn bytes(&self, name: &str) -> Option<(&[u8], &[usize])> {
         let (source, range, shape) = self.bytes.get(name)?;
         Some((source.bytes().get(range.clone())?, shape))
     }
 
-    /// The map of that name, where it is a product.
+    /// Returns the map called `name`, if it is a product.
     pub fn map(&self, name: &str) -> Option<&Linear> {
         self.maps.get(name)
     }
 
-    /// The attention of a layer, where it is of another kind than the model's.
+    /// Returns the attention of a layer, if it is of another kind than the model's.
     pub fn attention(&self, layer: usize) -> Option<&Attention> {
         self.attention.get(&layer)
     }
 
-    /// Whether some maps are products or some layers attend in another way.
+    /// Returns true if some maps are products or some layers have another kind of attention.
     pub(crate) fn is_factored(&self) -> bool {
         !self.maps.is_empty() || !self.attention.is_empty()
     }
@@ -61,7 +61,7 @@ impl Tensors {
         (self.maps, self.attention) = (maps, attention);
     }
 
-    /// Numbers and bytes of all tensors together.
+    /// Returns the numbers and bytes of all tensors together.
     pub fn size(&self) -> (usize, usize) {
         let sum = |f: fn(&Tensor) -> usize| self.by_name.values().map(f).sum();
         (sum(|t| t.rows() * t.cols()), sum(|t| t.bytes().len()))
@@ -72,17 +72,17 @@ impl Tensors {
         self.by_name.len()
     }
 
-    /// Whether there are none.
+    /// Returns true if there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.by_name.is_empty()
     }
 
-    /// The names, in no particular order.
+    /// Returns the names, in no particular order.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.by_name.keys().map(String::as_str)
     }
 
-    /// The tensors that the header of `source` describes.
+    /// Collects the tensors that the header of `source` describes.
     pub fn from_gguf(gguf: &Gguf, source: &Arc<Source>) -> Result<Self> {
         let mut tensors = Self::default();
         tensors.add_gguf(gguf, source)?;
@@ -104,7 +104,7 @@ impl Tensors {
         Ok(())
     }
 
-    /// The floating-point tensors of a safetensors file; integer ones are left out.
+    /// Collects the floating-point tensors of a safetensors file; integer tensors are left out.
     pub fn from_safetensors(source: &Arc<Source>) -> Result<Self> {
         let mut tensors = Self::default();
         tensors.add_safetensors(source)?;
@@ -118,7 +118,7 @@ impl Tensors {
         for (name, info) in metadata.tensors() {
             let range = start.saturating_add(info.data_offsets.0)..start.saturating_add(info.data_offsets.1);
             let wrong = || Error::invalid(format!("the range of {name}"), format!("{range:?}"), "its size");
-            // A number without dimensions is a vector of one.
+            // A scalar becomes a vector of one.
             let shape = if info.shape.is_empty() { vec![1] } else { info.shape.clone() };
             let tensor = match info.dtype {
                 Dtype::F32 => Tensor::new(source.clone(), range.clone(), Format::F32, shape),
@@ -232,7 +232,7 @@ pub fn open_safetensors(folder: &Path) -> Result<Tensors> {
     Ok(tensors)
 }
 
-/// Opens the weights of a Hugging Face folder whose `config.json` reads so, in factored form where it says so.
+/// Opens the weights of a Hugging Face folder with this `config.json`, in factored form if it has such a section.
 pub(crate) fn open_folder(folder: &Path, config: &[u8]) -> Result<Tensors> {
     match Section::of_config(config).map_err(|e| e.in_file(&folder.join("config.json")))? {
         Some(section) => section.open(folder),
@@ -240,7 +240,7 @@ pub(crate) fn open_folder(folder: &Path, config: &[u8]) -> Result<Tensors> {
     }
 }
 
-/// Numbers and bytes of all tensors of a GGUF file or a Hugging Face folder.
+/// Returns the numbers and bytes of all tensors of a GGUF file or a Hugging Face folder.
 pub fn size(path: &Path) -> Result<(usize, usize)> {
     let config = path.join("config.json");
     if config.is_file() {
@@ -249,7 +249,7 @@ pub fn size(path: &Path) -> Result<(usize, usize)> {
     Ok(open_gguf(path)?.1.size())
 }
 
-/// The files that an index of shards names, sorted. Names that leave the folder are refused.
+/// Returns the files that an index of shards names, sorted. Paths outside the folder are refused.
 pub fn shard_names(index: &[u8]) -> Result<Vec<String>> {
     let json: Json = serde_json::from_slice(index)?;
     let map = json

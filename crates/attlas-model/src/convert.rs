@@ -1,11 +1,12 @@
-//! A grouped-query model as one with latent attention: calibration on text, every layer converted, a checkpoint written.
+//! Conversion of a grouped-query model to latent attention: calibrates on text, converts every layer, writes a
+//! checkpoint.
 //!
 //! The mathematics is that of [`attlas::conversions::mla`]; this module runs a model over calibration text, collects
-//! second moments layer by layer, and puts the new layers in place of the old ones. A converted model runs like any
-//! other, at every stage, so that what a stage costs can be measured in perplexity. [`write()`] gives a folder that the
-//! DeepSeek-V3 class of transformers loads without code of its own; that class always normalises latents, hence the
-//! norms that do nothing ([`Converted::with_neutral_norms`]). It has no biases in feed-forward layers: where the model has
-//! some, the folder brings a class that adds them, under a name of its own, so that nothing loads it without them.
+//! second moments layer by layer, and replaces the old layers by the new ones. A converted model runs like any other at
+//! every stage: the loss of a stage can be measured in perplexity. [`write()`] gives a folder that the DeepSeek-V3
+//! class of transformers loads without custom code. That class always normalises latents, hence the norms that act as
+//! identities ([`Converted::with_neutral_norms`]). It has no biases in feed-forward layers: if the model has some, the
+//! folder contains a class that adds them, under a separate name, which prevents loading without them.
 
 use crate::compress::Elements;
 use crate::config::{Architecture, LatentConfig, ModelConfig};
@@ -29,8 +30,8 @@ use serde_json::json;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The decoder's weights, if its layers can be converted: grouped-query attention over all tokens without norms between
-/// projections and rotation.
+/// Returns the decoder's weights if its layers can be converted: grouped-query attention over all tokens without norms
+/// between projections and rotation.
 fn convertible(model: &Model) -> Result<&DecoderWeights> {
     let c = &model.config;
     let refuse =
@@ -50,17 +51,17 @@ fn convertible(model: &Model) -> Result<&DecoderWeights> {
     if c.windows.iter().any(Option::is_some) {
         return refuse("a model with sliding windows");
     }
-    // The class that is written has no place for these.
+    // The written class has no place for these.
     if !c.is_plain() {
         return refuse(&format!("a {} model", c.architecture.name()));
     }
     Ok(weights)
 }
 
-/// The parameters for this model, widths that were left open set; an error if it cannot be converted with them.
+/// Completes the parameters for this model by setting open widths; an error if it cannot be converted with them.
 ///
-/// The stock class has no bias for queries but one that a latent carries, so models with such biases get a latent of
-/// queries of full width.
+/// The stock class has a bias for queries only on their latent: models with such biases get a latent of queries of full
+/// width.
 pub fn check(model: &Model, params: &Params) -> Result<Params> {
     let weights = convertible(model)?;
     let shape = model.config.layer_shape();
@@ -74,9 +75,9 @@ pub fn check(model: &Model, params: &Params) -> Result<Params> {
 /// Collects moments of every layer.
 struct Collector<'a> {
     layers: Vec<Calibration>,
-    /// Projections to apply to what enters a layer, where the model that runs has others.
+    /// Projections to apply to a layer's input, if the running model has others.
     source: Option<(&'a DecoderWeights, Scratch)>,
-    /// Queries, keys and values of the layer at hand, before rotation.
+    /// Queries, keys and values of the current layer, before rotation.
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -126,10 +127,11 @@ impl Observer for Collector<'_> {
     }
 }
 
-/// Moments of queries, keys and values of every layer of `model` over `tokens`, run as sequences of `window` tokens; the
-/// last may be shorter. Those between query heads are kept if `between_queries`. `hidden_of` is another model of the
-/// same sizes that runs instead and whose hidden states enter the projections: the model at [`Stage::PartialRope`],
-/// where moments are taken again for the low rank. `progress` receives how many tokens of how many are done.
+/// Collects moments of queries, keys and values of every layer of `model` over `tokens`, run as sequences of `window`
+/// tokens; the last may be shorter. Moments between query heads are kept if `between_queries`. `hidden_of` is another
+/// model of the same sizes that runs instead and whose hidden states enter the projections: the model at
+/// [`Stage::PartialRope`], if moments are taken again for the low rank. `progress` receives tokens done and tokens in
+/// all.
 pub fn calibrate(
     model: &Model,
     hidden_of: &Arc<Model>,
@@ -167,17 +169,17 @@ pub fn calibrate(
     Ok(collector.layers)
 }
 
-/// A model with latent attention and what its layers kept and lost.
+/// A model with latent attention and the figures of its layers.
 #[derive(Clone, Debug)]
 pub struct Latents {
     /// The model, ready to run.
     pub model: Model,
-    /// Of every layer.
+    /// Figures of every layer.
     pub figures: Vec<Figures>,
 }
 
-/// The model with every layer converted as far as `stage`; `again` as in [`mla::convert`]. `neutral` adds norms that do
-/// nothing, which [`write()`] needs. Layers are converted side by side on the current rayon pool.
+/// Converts every layer up to `stage`; `again` as in [`mla::convert`]. `neutral` adds norms that act as identities,
+/// which [`write()`] needs. Layers are converted in parallel on the current rayon pool.
 pub fn convert(
     model: &Model,
     params: &Params,
@@ -213,7 +215,7 @@ pub fn convert(
     Ok(Latents { model: Model { config, weights, ..model.clone() }, figures })
 }
 
-/// The model's configuration with layers such as this one.
+/// Returns the model's configuration with layers like this one.
 fn latent_config(c: &ModelConfig, converted: &Converted) -> ModelConfig {
     ModelConfig {
         architecture: Architecture::DeepseekV3,
@@ -230,7 +232,7 @@ fn latent_config(c: &ModelConfig, converted: &Converted) -> ModelConfig {
     }
 }
 
-/// The layer with its attention converted.
+/// Returns the layer with its attention converted.
 fn with_latents(layer: &DecoderLayer, converted: Converted) -> Result<DecoderLayer> {
     let (q_a, q_a_norm) = match converted.q_a {
         Some((map, norm)) => (Some(stored(&map)?), norm),
@@ -250,7 +252,7 @@ fn with_latents(layer: &DecoderLayer, converted: Converted) -> Result<DecoderLay
     Ok(DecoderLayer { q, k, v, latent: Some(Arc::new(latent)), ..layer.clone() })
 }
 
-/// The map in single precision.
+/// Returns the map in single precision.
 fn dense(map: &Linear) -> Dense {
     let weight = Mat::from_vec(map.weight().to_f32(), map.outputs(), map.inputs());
     Dense { weight, bias: map.bias().map(<[f32]>::to_vec) }
@@ -263,9 +265,9 @@ fn stored(map: &Dense) -> Result<Linear> {
         .ok_or_else(|| Error::invalid("a converted weight", "another shape", "a matrix"))
 }
 
-/// The model with its matrices as a checkpoint holds them: in `elements` those that are new or wider than these, and in a
-/// folder, which has no place for blocks, those that are quantised. What is written of it, or of the same model with norms
-/// that do nothing, gives the same predictions to rounding in single precision. 8 bits are for GGUF files alone.
+/// Returns the model with its matrices as a checkpoint stores them: new matrices and those in wider types become
+/// `elements`, in a folder, which cannot store blocks, also quantised ones. The checkpoint of it, or of the same model
+/// with identity norms, gives the same predictions up to single-precision rounding. 8 bits are only for GGUF files.
 pub fn stored_as(model: &Model, elements: Elements, gguf: bool) -> Result<Model> {
     let Weights::Decoder(weights) = &model.weights else { return refuse("an encoder") };
     if elements == Elements::Q8 && !gguf {
@@ -297,7 +299,7 @@ pub fn stored_as(model: &Model, elements: Elements, gguf: bool) -> Result<Model>
         let q_a = maps.q_a.as_ref().map(|map| to_latent("q_a", map, &maps.q_a_norm)).transpose()?;
         let mut q = part("q", &maps.q)?;
         if let (Some(bias), false) = (q.bias(), gguf) {
-            // A column of the matrix carries it there.
+            // A column of the matrix carries the bias there.
             let rounded = elements.encode("a bias of queries", bias, vec![bias.len()])?.to_f32();
             q = Linear::new(q.weight().clone(), Some(rounded)).unwrap_or(q);
         }
@@ -343,11 +345,11 @@ fn refuse<T>(what: &str) -> Result<T> {
     Err(Error::Unsupported { what: format!("writing {what} in the DeepSeek format") })
 }
 
-/// The class of a folder whose feed-forward layers have biases, and the name of its file.
+/// Python class for a folder whose feed-forward layers have biases, and the name of its file.
 const MLP_BIAS_CLASS: &str = include_str!("../assets/modeling_mlp_bias.py");
 const MLP_BIAS_MODULE: &str = "modeling_mlp_bias";
 
-/// Whether a feed-forward layer has biases, which need a class of their own in transformers.
+/// Returns true if a feed-forward layer has biases, which need a custom class in transformers.
 pub fn has_mlp_biases(model: &Model) -> bool {
     let Weights::Decoder(weights) = &model.weights else { return false };
     weights.layers.iter().any(|l| [&l.gate, &l.up, &l.down].iter().any(|m| m.bias().is_some()))
@@ -387,7 +389,7 @@ fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
             }
         }
         let query = if maps.q_a.is_some() { "q_b_proj" } else { "q_proj" };
-        // Whether the class has a bias there.
+        // The last item is true if the class has a bias there.
         let attention = [
             (query, Some(&maps.q), false),
             ("q_a_proj", maps.q_a.as_ref(), true),
@@ -415,7 +417,7 @@ fn tensors(model: &Model) -> Result<Vec<NamedTensor<'_>>> {
     Ok(list)
 }
 
-/// The configuration; an error if the stock class has no place for something.
+/// Returns the configuration; an error if the stock class cannot express some property.
 fn config_json(model: &Model) -> Result<serde_json::Value> {
     let c = &model.config;
     let Weights::Decoder(weights) = &model.weights else { return refuse("an encoder") };
@@ -431,7 +433,7 @@ fn config_json(model: &Model) -> Result<serde_json::Value> {
     let mut config = json!({
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": Architecture::DeepseekV3.name(),
-        // Half precision has not the range that norms of latents need.
+        // Half precision lacks the range that norms of latents need.
         "dtype": if stores_bf16(weights) { "bfloat16" } else { "float32" },
         "hidden_act": "silu",
         "hidden_size": c.hidden,
@@ -448,7 +450,7 @@ fn config_json(model: &Model) -> Result<serde_json::Value> {
         "v_head_dim": l.v_dim,
         "attention_bias": true,
         "rope_interleave": true,
-        // Read by earlier and by later versions of transformers.
+        // Both keys: earlier and later versions of transformers read different ones.
         "rope_theta": rope.base,
         "rope_scaling": scaling,
         "rope_parameters": parameters,
@@ -471,7 +473,7 @@ fn config_json(model: &Model) -> Result<serde_json::Value> {
     Ok(config)
 }
 
-/// The context extension in the terms of `config.json`, where there is one.
+/// Returns the context extension in the form of `config.json`, if there is one.
 fn scaling_json(rope: &Rope) -> Result<Option<serde_json::Value>> {
     let llama3 = |factor: f64, low: f64, high: f64, original: f64| {
         Ok(Some(json!({"rope_type": "llama3", "factor": factor, "low_freq_factor": low,
@@ -484,7 +486,7 @@ fn scaling_json(rope: &Rope) -> Result<Option<serde_json::Value>> {
             llama3(*factor, *low_freq, *high_freq, *original)
         }
         Scaling::Divisors(divisors) => {
-            // GGUF files of Llama 3 hold the divisors instead of the rule; its other constants never varied.
+            // GGUF files of Llama 3 store the divisors instead of the rule; its other constants never varied.
             let factor = divisors.iter().copied().fold(1.0, f64::max).round();
             let rule = Scaling::Llama3 { factor, low_freq: 1.0, high_freq: 4.0, original: 8192.0 };
             let (own, theirs) = (rope.frequencies(1), Rope { scaling: rule, ..rope.clone() }.frequencies(1));

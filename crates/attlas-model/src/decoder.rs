@@ -1,4 +1,4 @@
-//! Running a causal language model: prompts in chunks, then token by token, with any method attending.
+//! Causal language models: prompts in chunks, then token by token, with any attention method.
 //!
 //! For every layer, with $x$ the residual stream and $\operatorname{norm}$ the root-mean-square norm:
 //! $a = \operatorname{norm}(x)$; $q, k, v$ from $a$, queries and keys rotated by position; keys and values join
@@ -7,17 +7,17 @@
 //! Weights stay as they are stored; buffers are reused from call to call.
 //!
 //! A [`Recipe`] names the method of every head. Several new tokens are planned as one causal problem over
-//! everything cached. A single new token goes through the method's stream where it has one, and is answered
-//! by exact attention over the cache where it has none. Where exact attention attends everywhere, prompts are cut
-//! into chunks of [`CHUNK`] tokens, which bounds memory; to other methods a prompt is one problem, because what
-//! they do with a row may depend on how many tokens there are.
+//! everything cached. A single new token goes through the method's stream if it has one, otherwise through exact
+//! attention over the cache. If attention is exact everywhere, prompts are cut into chunks of [`CHUNK`] tokens, which
+//! bounds memory; for other methods a prompt is one problem, because their result for a row may depend on the number of
+//! tokens.
 //!
-//! With [`Decoder::forget_keys`], a layer whose heads all decode by streams keeps no keys beside them: streams take a
-//! prompt while it is read, short ones as one problem, longer ones [`CHUNK`] tokens at a time. With
-//! [`Decoder::pack_keys`], what is kept is packed ([`CacheFormat`]).
+//! With [`Decoder::forget_keys`], a layer whose heads all decode by streams stores no keys beside them: streams take in
+//! a prompt while it is read, a short one as one problem, a longer one [`CHUNK`] tokens at a time. With
+//! [`Decoder::pack_keys`], stored keys and values are packed ([`CacheFormat`]).
 //!
-//! Layers with latent attention, and those whose attention a checkpoint says is another layer, attend as a whole,
-//! exactly, over a cache of their own; observers see what enters them.
+//! Layers with latent attention, and those that a checkpoint replaces by another layer, compute attention as a whole,
+//! exactly, over their own cache; observers see their inputs.
 
 mod layer;
 mod spread;
@@ -48,81 +48,81 @@ use std::sync::Arc;
 
 /// Tokens that pass through the linear layers together.
 pub const CHUNK: usize = 512;
-/// Tokens up to which threads stay awake between the products of a pass.
+/// Most tokens for which threads stay awake between the products of a pass.
 const FEW_TOKENS: usize = 16;
 
-/// Rows for which logits are computed together, where many are wanted.
+/// Rows whose logits are computed together.
 pub const LOGIT_ROWS: usize = 64;
 
-/// Tokens up to which a prompt is one problem to methods whose layers keep no keys.
+/// Most tokens of a prompt that is one problem for methods whose layers store no keys.
 pub const ONE_PROBLEM: usize = 2048;
 
-/// Which of the new tokens' final hidden states are wanted.
+/// The new tokens whose final hidden states are returned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rows {
-    /// Of every one.
+    /// All tokens.
     All,
-    /// Of the last one.
+    /// The last token.
     Last,
-    /// Of none: nothing after the last observed layer is computed.
+    /// No token: nothing after the last observed layer is computed.
     None,
 }
 
-/// Looks at what goes through a model.
+/// Observer of a model's intermediate values.
 pub trait Observer: Send {
-    /// Layers from this one on are of no interest, and are not run when no hidden states are wanted.
+    /// Returns the first layer not observed; from there on layers are not run if no hidden states are returned.
     fn layers(&self) -> usize {
         usize::MAX
     }
 
-    /// Asked before every layer; the pass ends with [`Error::Interrupted`] if so.
+    /// Called before every layer; if true, the pass ends with [`Error::Interrupted`].
     fn interrupted(&self) -> bool {
         false
     }
 
-    /// The residual stream that enters a layer, for the tokens from `first` on.
+    /// Receives the residual stream that enters a layer, for the tokens from `first` on.
     fn residual(&mut self, layer: usize, first: usize, x: &[f32]) {
         let _ = (layer, first, x);
     }
 
-    /// Normalised hidden states that enter a layer's attention, for the tokens from `first` on.
+    /// Receives the normalised hidden states that enter a layer's attention, for the tokens from `first` on.
     fn entering(&mut self, layer: usize, first: usize, x: &[f32]) {
         let _ = (layer, first, x);
     }
 
-    /// Queries and keys of a layer before they are rotated, `[tokens, heads, head_dim]`, for the tokens from
-    /// `first` on.
+    /// Receives queries and keys of a layer before rotation, `[tokens, heads, head_dim]`, for the tokens from `first`
+    /// on.
     fn before_rotation(&mut self, layer: usize, first: usize, q: &[f32], k: &[f32]) {
         let _ = (layer, first, q, k);
     }
 
-    /// Queries, keys and values as they attend, for the tokens from `first` on.
+    /// Receives queries, keys and values as used in attention, for the tokens from `first` on.
     fn projected(&mut self, layer: usize, first: usize, q: &[f32], k: &[f32], v: &[f32]) {
         let _ = (layer, first, q, k, v);
     }
 
-    /// May change what the heads gave, `[tokens, heads, head_dim]`, before the output projection.
+    /// May change the outputs of the heads, `[tokens, heads, head_dim]`, before the output projection.
     fn change(&mut self, layer: usize, first: usize, o: &mut [f32]) {
         let _ = (layer, first, o);
     }
 
-    /// Outputs of the heads, before the output projection.
+    /// Receives the outputs of the heads, before the output projection.
     fn attended(&mut self, layer: usize, first: usize, o: &[f32]) {
         let _ = (layer, first, o);
     }
 
-    /// Normalised hidden states that enter a feed-forward layer, for the tokens from `first` on.
+    /// Receives the normalised hidden states that enter a feed-forward layer, for the tokens from `first` on.
     fn entering_ffn(&mut self, layer: usize, first: usize, x: &[f32]) {
         let _ = (layer, first, x);
     }
 
-    /// Gated hidden units of a feed-forward layer, before the projection out of it; not of experts.
+    /// Receives the gated hidden units of a feed-forward layer, before the projection out of it; not of experts.
     fn gated(&mut self, layer: usize, first: usize, x: &[f32]) {
         let _ = (layer, first, x);
     }
 }
 
-/// Looks at nothing.
+/// Observer that ignores everything.
 #[derive(Clone, Copy, Debug)]
 pub struct Blind;
 
@@ -132,19 +132,19 @@ impl Observer for Blind {}
 #[derive(Debug)]
 pub struct Decoder {
     model: Arc<Model>,
-    /// The threads everything runs on.
+    /// Threads for all work.
     threads: Workspace,
     state: DecoderState,
 }
 
 impl Decoder {
-    /// A model with an empty cache whose heads attend as `recipe` says. An error if the model is an encoder
-    /// or a method cannot attend causally.
+    /// Creates a decoder with an empty cache and the methods of `recipe`. Fails if the model is an encoder or a method
+    /// has no causal form.
     pub fn new(model: Arc<Model>, recipe: &Recipe, schedule: Schedule) -> Result<Self> {
         Self::on(model, recipe, &Workspace::new(schedule)?)
     }
 
-    /// The same on the threads of a workspace.
+    /// Creates a decoder on the threads of a workspace.
     pub fn on(model: Arc<Model>, recipe: &Recipe, threads: &Workspace) -> Result<Self> {
         let c = &model.config;
         if !matches!(model.weights, Weights::Decoder(_)) {
@@ -191,12 +191,12 @@ impl Decoder {
         self.state.len
     }
 
-    /// No token is cached.
+    /// Returns true if no token is cached.
     pub fn is_empty(&self) -> bool {
         self.state.len == 0
     }
 
-    /// Bytes of cached keys and values and of the states of streams.
+    /// Returns the bytes of cached keys and values and of the states of streams.
     pub fn cache_bytes(&self) -> usize {
         self.state.layers.iter().map(LayerState::bytes).sum()
     }
@@ -206,8 +206,8 @@ impl Decoder {
         &self.state.info
     }
 
-    /// Layers whose heads all decode by streams keep no keys from now on. Their streams cannot go back: where the decoder
-    /// is truncated, or a call fails halfway, all tokens are forgotten. An error if tokens are cached.
+    /// Makes layers whose heads all decode by streams store no keys. Their streams cannot go back: if the decoder is
+    /// truncated, or a call fails halfway, all tokens are dropped. Fails if tokens are cached.
     pub fn forget_keys(&mut self) -> Result<()> {
         self.check_empty()?;
         let c = &self.model.config;
@@ -220,8 +220,7 @@ impl Decoder {
         Ok(())
     }
 
-    /// Keys and values that are kept are stored in this format from now on; latents stay as they are. An error if tokens
-    /// are cached.
+    /// Stores keys and values in this format; latents are unaffected. Fails if tokens are cached.
     pub fn pack_keys(&mut self, format: CacheFormat) -> Result<()> {
         self.check_empty()?;
         let c = &self.model.config;
@@ -232,13 +231,13 @@ impl Decoder {
         Ok(())
     }
 
-    /// Linear layers round their operands as `compute` says from now on, where weights are stored in a format that has it.
-    /// Layers that attend as a whole keep single precision.
+    /// Sets the rounding of the operands of linear layers, for weights stored in a format that supports it. Layers that
+    /// attend as a whole keep single precision.
     pub fn compute_in(&mut self, compute: Compute) {
         self.state.compute = compute;
     }
 
-    /// Type that operands of linear layers are rounded to.
+    /// Type to which operands of linear layers are rounded.
     pub fn compute(&self) -> Compute {
         self.state.compute
     }
@@ -279,7 +278,8 @@ impl Decoder {
         Err(Error::invalid("the decoder", found, "one without tokens, as reset makes it"))
     }
 
-    /// How many tokens there would be with these; an error if they are too many or no tokens of the model.
+    /// Returns the number of tokens including these; an error if there are too many or if an id is not in the
+    /// vocabulary.
     fn check_tokens(&self, tokens: &[u32]) -> Result<usize> {
         let c = &self.model.config;
         let total = self.state.len.saturating_add(tokens.len());
@@ -292,7 +292,7 @@ impl Decoder {
         }
     }
 
-    /// For each layer, how its heads decode.
+    /// Returns for each layer how its heads decode.
     pub fn decoding(&self) -> Vec<LayerDecoding> {
         let c = &self.model.config;
         self.state.layers.iter().map(|l| l.decoding(c)).collect()
@@ -303,33 +303,33 @@ impl Decoder {
         self.decoding().into_iter().filter(|l| l.falls_back).map(|l| l.layer).collect()
     }
 
-    /// Makes room for `tokens` tokens in all, or for the longest context where that is less, so that taking them
-    /// moves nothing.
+    /// Reserves memory for `tokens` tokens in all, at most for the longest context; taking them then moves no data.
     pub fn reserve(&mut self, tokens: usize) {
         let tokens = tokens.min(self.model.config.longest_context());
         let kept = self.state.layers.iter_mut().filter(|l| l.keeps_numbers());
         kept.for_each(|l| l.cache.reserve(tokens));
     }
 
-    /// Forgets every token.
+    /// Drops every token.
     pub fn reset(&mut self) {
         self.truncate(0);
         self.state.info = RunInfo::default();
     }
 
-    /// Forgets all but the first `len` tokens; does nothing if there are fewer. Where layers keep no keys, all tokens.
+    /// Drops all but the first `len` tokens; does nothing if there are fewer. If layers store no keys, drops all
+    /// tokens.
     pub fn truncate(&mut self, len: usize) {
         self.state.truncate(len);
     }
 
-    /// Takes new tokens. `hidden` becomes the normalised final hidden states of the rows wanted, one after
-    /// another. On an error nothing has been taken.
+    /// Takes new tokens. `hidden` becomes the normalised final hidden states of the selected `rows`. On an error no
+    /// token has been taken.
     pub fn forward(&mut self, tokens: &[u32], rows: Rows, hidden: &mut Vec<f32>) -> Result<()> {
         self.forward_observed(tokens, rows, hidden, &mut Blind)
     }
 
-    /// The same, seen by `observer`. Where it ends before the last layer and no rows are wanted, the tokens
-    /// are not kept.
+    /// Takes new tokens under an observer. If the observer ends before the last layer and no rows are returned, the
+    /// tokens are not kept.
     pub fn forward_observed(
         &mut self,
         tokens: &[u32],
@@ -340,7 +340,7 @@ impl Decoder {
         self.pass(tokens, rows, hidden, None, observer)
     }
 
-    /// The same, and the logits of `hidden` on the threads that are awake anyway.
+    /// Takes new tokens and computes the logits of `hidden` while the threads are awake.
     fn pass(
         &mut self,
         tokens: &[u32],
@@ -394,9 +394,9 @@ impl Decoder {
         result
     }
 
-    /// Runs the layers from `layer` on for tokens after those that are cached, whose residual stream `x` at that layer an
-    /// observer has seen ([`Observer::residual`]). The tokens are not kept. `hidden` becomes the normalised final hidden
-    /// states. Panics if `x` is not whole rows of the model's width.
+    /// Runs the layers from `layer` on for tokens after the cached ones, given their residual stream `x` at that layer,
+    /// as from [`Observer::residual`]. The tokens are not kept. `hidden` becomes the normalised final hidden states.
+    /// Panics if `x` is not whole rows of the model's width.
     pub fn forward_from(
         &mut self,
         layer: usize,
@@ -426,8 +426,8 @@ impl Decoder {
         result
     }
 
-    /// The logits of normalised hidden states: `logits` is as many rows of the vocabulary's size as `hidden`
-    /// has rows of the model's width. Panics if the lengths do not belong together.
+    /// Computes the logits of normalised hidden states: one row of the vocabulary's size per row of the model's width.
+    /// Panics if the lengths do not match.
     pub fn logits_into(&self, hidden: &[f32], logits: &mut [f32]) {
         let c = &self.model.config;
         let Weights::Decoder(weights) = &self.model.weights else {
@@ -437,7 +437,7 @@ impl Decoder {
         self.threads.install(|cx| logits_of(c, weights, compute, hidden, logits, cx.scratch));
     }
 
-    /// The logits after the last token given.
+    /// Takes `tokens` and computes the logits after the last one.
     pub fn next_logits(&mut self, tokens: &[u32], logits: &mut Vec<f32>) -> Result<()> {
         let mut hidden = std::mem::take(&mut self.state.buffers.last);
         let result = self.pass(tokens, Rows::Last, &mut hidden, Some(logits), &mut Blind);
@@ -446,26 +446,26 @@ impl Decoder {
     }
 }
 
-/// Everything that changes from token to token.
+/// State that changes from token to token.
 #[derive(Debug)]
 struct DecoderState {
     layers: Vec<LayerState>,
     len: usize,
     table: Option<Table<f32>>,
-    /// Of layers with a window, where these rotate by other frequencies.
+    /// Table of layers with a window, if their frequencies differ.
     local_table: Option<Table<f32>>,
-    /// Storage for the numbers of one layer that keeps none.
+    /// Shared storage for the keys and values of one layer that stores none itself.
     spare: Option<KvCache<f32>>,
-    /// Workspaces of plans, on the threads this already runs on: one for each part of a layer that attends beside others.
+    /// Workspaces of plans on the current threads: one for each part of a layer that runs beside others.
     inner: Vec<Workspace>,
     scratch: Scratch,
     buffers: Buffers,
     info: RunInfo,
-    /// Type that operands of linear layers are rounded to.
+    /// Type to which operands of linear layers are rounded.
     compute: Compute,
 }
 
-/// Reused from call to call; resized to what a call needs.
+/// Buffers reused from call to call and resized as needed.
 #[derive(Debug, Default)]
 struct Buffers {
     x: Vec<f32>,
@@ -480,7 +480,7 @@ struct Buffers {
     last: Vec<f32>,
 }
 
-/// The first `len` elements, made if need be.
+/// Returns the first `len` elements, growing the buffer if needed.
 fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     if buffer.len() < len {
         pages::reserve(buffer, len - buffer.len());
@@ -489,7 +489,7 @@ fn sized(buffer: &mut Vec<f32>, len: usize) -> &mut [f32] {
     &mut buffer[..len]
 }
 
-/// Runs `work` on blocks of rows of `width`, in parallel where there are many.
+/// Runs `work` on blocks of rows of `width`, in parallel if there are many.
 fn by_rows(x: &mut [f32], width: usize, work: impl Fn(usize, &mut [f32]) + Sync + Send) {
     const ROWS: usize = 32;
     if x.len() <= ROWS * width {
@@ -503,8 +503,8 @@ fn matrix(x: &[f32], width: usize) -> MatRef<'_, f32> {
     MatRef::new(x, x.len() / width.max(1), width)
 }
 
-/// Sines and cosines for `n` positions; grows by doubling. Where frequencies follow the length (dynamic NTK, LongRoPE),
-/// they are those of `n` tokens; what was rotated before stays as it was.
+/// Extends the table of sines and cosines to `n` positions, by doubling. If frequencies follow the length (dynamic NTK,
+/// LongRoPE), they become those of `n` tokens; keys rotated earlier stay unchanged.
 fn lengthen(table: &mut Option<Table<f32>>, rope: Option<&Rope>, c: &ModelConfig, n: usize) {
     let Some(rope) = rope else { return };
     let dynamic = matches!(rope.scaling, Scaling::Dynamic { .. });
@@ -594,8 +594,8 @@ impl DecoderState {
         result
     }
 
-    /// Queries of all tokens of `x`, which stand at the positions of `pieces`; their keys and values join the layer's
-    /// cache.
+    /// Computes the queries of all tokens of `x`, at the positions of `pieces`, and adds their keys and values to the
+    /// layer's cache.
     fn enter_layer(
         &mut self,
         c: &ModelConfig,
@@ -629,8 +629,8 @@ impl DecoderState {
         Ok(())
     }
 
-    /// What follows on attention: the projection out of the heads, or a layer that attends as a whole, and the feed-forward
-    /// layer.
+    /// Runs the rest of a layer after attention: the output projection, or a layer that attends as a whole, and the
+    /// feed-forward layer.
     fn leave_layer(
         &mut self,
         c: &ModelConfig,
@@ -659,7 +659,7 @@ impl DecoderState {
             adjust(c, sum, layer.attention_post_norm.as_deref());
             add_and_norm(x, sum, layer.ffn_norm.as_deref(), c, normed);
             observer.entering_ffn(l, self.len + i * CHUNK, normed);
-            // Zero where experts do everything.
+            // Zero if experts do everything.
             let width = layer.gate.outputs();
             let gate = sized(&mut buffers.gate, len * width);
             let up = sized(&mut buffers.up, len * width);
@@ -683,7 +683,7 @@ impl DecoderState {
         Ok(())
     }
 
-    /// Queries, keys and values of consecutive tokens; keys and values join the cache.
+    /// Computes queries, keys and values of consecutive tokens and adds keys and values to the cache.
     fn project(
         &mut self,
         c: &ModelConfig,
@@ -744,7 +744,7 @@ impl DecoderState {
         Ok(())
     }
 
-    /// The output of layer `l`, which attends as a whole and whose cache takes the tokens of `x`.
+    /// Computes the output of layer `l`, which attends as a whole and adds the tokens of `x` to its cache.
     fn attend_whole(
         &mut self,
         l: usize,
@@ -759,15 +759,15 @@ impl DecoderState {
     }
 }
 
-/// Where a pass begins.
+/// Start of a pass.
 #[derive(Clone, Copy)]
 enum Begin<'a> {
     Tokens(&'a [u32]),
-    /// At a layer, with the residual stream there.
+    /// A layer, with the residual stream there.
     Layer(usize, &'a [f32]),
 }
 
-/// The logits of normalised hidden states.
+/// Computes the logits of normalised hidden states.
 fn logits_of(
     c: &ModelConfig,
     weights: &DecoderWeights,
@@ -783,7 +783,7 @@ fn logits_of(
     }
 }
 
-/// Adds the normalised final hidden states of the residual stream `x` to `hidden`.
+/// Appends the normalised final hidden states of the residual stream `x` to `hidden`.
 fn final_states(c: &ModelConfig, weights: &DecoderWeights, x: &[f32], hidden: &mut Vec<f32>) {
     let before = hidden.len();
     hidden.extend_from_slice(x);
@@ -798,7 +798,7 @@ struct Projections<'a> {
     v: &'a mut [f32],
 }
 
-/// Output of a layer, normalised and scaled as the family does before the residual sum.
+/// Normalises and scales the output of a layer before the residual sum, as its family does.
 fn adjust(c: &ModelConfig, sum: &mut [f32], norm: Option<&[f32]>) {
     if let Some(norm) = norm {
         by_rows(sum, c.hidden, |_, rows| ops::rms_norm_in_place(rows, norm, c.norm_eps));
@@ -806,7 +806,7 @@ fn adjust(c: &ModelConfig, sum: &mut [f32], norm: Option<&[f32]>) {
     ops::scale_in_place(sum, c.multipliers.residual);
 }
 
-/// `x ← x + y`, and `normed` the norm of the result, or the result where there is none.
+/// `x ← x + y`; `normed` becomes the normalised result, or the result itself without a norm.
 fn add_and_norm(x: &mut [f32], y: &[f32], weight: Option<&[f32]>, c: &ModelConfig, normed: &mut [f32]) {
     let block = |x: &mut [f32], y: &[f32], normed: &mut [f32]| {
         ops::add_in_place(x, y);

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// A model that cannot be read, and why.
+/// Errors of reading or running a model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -14,7 +14,7 @@ pub enum Error {
         /// The system's error.
         source: std::io::Error,
     },
-    /// Something stands where a folder was to be written.
+    /// Something exists at the place of a new folder.
     #[error("{}: it exists already, and nothing is overwritten", shown(path))]
     Exists {
         /// The file or folder.
@@ -25,7 +25,7 @@ pub enum Error {
     BeingWritten {
         /// The folder.
         path: PathBuf,
-        /// Where its files are until they are moved.
+        /// Temporary folder of its files.
         part: PathBuf,
     },
     /// An error in one file of several.
@@ -42,19 +42,19 @@ pub enum Error {
         /// The value given.
         path: PathBuf,
     },
-    /// The file ends before what its header announces.
+    /// A file shorter than its header announces.
     #[error("the file ends at byte {len}, but {what} at byte {offset} needs {needed} more")]
     Truncated {
         /// The part that was being read.
         what: &'static str,
-        /// Where.
+        /// Offset of that part.
         offset: usize,
         /// Bytes it needs.
         needed: u64,
         /// Length of the file.
         len: usize,
     },
-    /// A field of a header holds an impossible value.
+    /// A field of a header with an impossible value.
     #[error("{} is {}; expected {}", plain(what), plain(found), plain(expected))]
     Invalid {
         /// The field.
@@ -64,7 +64,7 @@ pub enum Error {
         /// Accepted values.
         expected: String,
     },
-    /// A block format that no product is defined for.
+    /// A block format without a defined product.
     #[error(
         "tensor {} has type {}, which is not supported; supported are {supported}: take a file of the model in one of \
          these, or make one from its F16 file with llama-quantize",
@@ -76,7 +76,7 @@ pub enum Error {
         tensor: String,
         /// Its type.
         format: String,
-        /// The types that are.
+        /// The supported types.
         supported: String,
     },
     /// A key that the architecture needs.
@@ -115,7 +115,7 @@ pub enum Error {
         /// The feature.
         what: String,
     },
-    /// Files that are not read, where the same model can be had in others.
+    /// Files that are not supported although the same model is available in another format.
     #[error("{} is not supported; use {instead}", plain(what))]
     UseInstead {
         /// The value found.
@@ -123,7 +123,7 @@ pub enum Error {
         /// The command to use instead.
         instead: String,
     },
-    /// A tensor that nothing in the model uses.
+    /// A tensor that no part of the model uses.
     #[error(
         "the tensor {} is part of nothing that a {architecture} model is known to have{}; running the rest would be \
          another model",
@@ -144,7 +144,7 @@ pub enum Error {
     /// Malformed safetensors.
     #[error("malformed safetensors: {}", plain(&.0.to_string()))]
     Safetensors(#[from] safetensors::SafeTensorError),
-    /// A method that cannot attend as asked, with its reasons.
+    /// A method that cannot do the problem, with its reasons.
     #[error(transparent)]
     Attention(#[from] attlas::Error),
     /// Malformed recipe.
@@ -153,10 +153,10 @@ pub enum Error {
     /// The observer stopped the run.
     #[error("interrupted")]
     Interrupted,
-    /// More tokens than the model was made for.
+    /// More tokens than the model's context.
     #[error("{tokens} tokens do not fit into the context of {context}")]
     ContextTooShort {
-        /// Tokens that were to be held at once.
+        /// Tokens requested at once.
         tokens: usize,
         /// The longest context of the model.
         context: usize,
@@ -177,7 +177,7 @@ pub enum Error {
     Tokenizer(String),
 }
 
-/// Text from a file as a terminal may show it: control characters are spelled out.
+/// Escapes control characters in a text from a file, for a terminal.
 fn plain(text: &str) -> std::borrow::Cow<'_, str> {
     if !text.contains(char::is_control) {
         return text.into();
@@ -186,7 +186,7 @@ fn plain(text: &str) -> std::borrow::Cow<'_, str> {
     text.chars().map(spelled).collect::<String>().into()
 }
 
-/// The same, with lines kept: the parser shows where it stopped.
+/// Escapes each line separately: the parser shows where it stopped.
 fn plain_lines(text: &str) -> String {
     text.split('\n').map(plain).collect::<Vec<_>>().join("\n")
 }
@@ -212,7 +212,7 @@ impl Error {
     }
 }
 
-/// A result whose error is an [`Error`].
+/// A result with an [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
 #[cfg(test)]

@@ -1,9 +1,10 @@
-//! Mixtures of experts: feed-forward layers of which every token passes through a few.
+//! Mixtures of experts: every token passes through a few of the layer's feed-forward networks.
 //!
-//! A router gives every expert a score $s_e$ of the token $m$: a softmax over all experts, or a sigmoid of each. The best
-//! $k$ are chosen, among those of the best groups where experts are grouped, by $s_e + b_e$ where the router has a bias.
-//! With $w_e = s_e$ of the chosen ones, divided by their sum if the model says so, the layer adds
-//! $c \sum_e w_e\,W^{down}_e(\operatorname{silu}(W^{gate}_e m) \odot W^{up}_e m)$ to what the expert of every token gives.
+//! A router gives every expert a score $s_e$ of the token $m$: a softmax over all experts, or a sigmoid of each. The
+//! best $k$ are chosen, within the best groups if experts are grouped, by $s_e + b_e$ if the router has a bias. With
+//! $w_e = s_e$ of the chosen ones, divided by their sum if the model normalises, the layer adds
+//! $c \sum_e w_e\,W^{down}_e(\operatorname{silu}(W^{gate}_e m) \odot W^{up}_e m)$ to the output of the expert of every
+//! token.
 //!
 //! References: Shazeer et al. 2017; Jiang et al. 2024 (Mixtral); DeepSeek-V2 and V3 technical reports.
 
@@ -16,13 +17,13 @@ use attlas_num::{MatRef, Scratch};
 /// The experts of a layer.
 #[derive(Clone, Debug)]
 pub struct Experts {
-    /// From hidden states to the logits of experts.
+    /// Map from hidden states to the logits of experts.
     pub router: Linear,
-    /// Added to scores when experts are chosen, not when they are weighted.
+    /// Bias of the scores for the choice of experts, not for their weights.
     pub bias: Option<Vec<f32>>,
-    /// One after another.
+    /// The experts in order.
     pub experts: Vec<Mlp>,
-    /// From hidden states to one number, whose sigmoid weights the expert of every token.
+    /// Map from hidden states to one number, whose sigmoid weights the expert of every token.
     pub shared_gate: Option<Linear>,
 }
 
@@ -33,13 +34,13 @@ pub struct Mlp {
     pub gate: Linear,
     /// The gated map.
     pub up: Linear,
-    /// Back to the residual stream.
+    /// Map back to the residual stream.
     pub down: Linear,
 }
 
 impl Experts {
-    /// Adds what the chosen experts give for the rows of `x` to those of `sum`. What the expert of every token gave is
-    /// expected there and is weighted first, where the layer has a gate for it.
+    /// Adds the outputs of the chosen experts for the rows of `x` to those of `sum`, which must already contain the
+    /// output of the expert of every token; that is weighted first if the layer has a gate for it.
     pub fn add_into(
         &self,
         config: &ExpertConfig,
@@ -60,7 +61,7 @@ impl Experts {
         }
         let mut logits = vec![0.0; n * config.count];
         self.router.apply_in(compute, x, &mut logits, scratch);
-        // For every expert, the tokens that chose it, with their weights.
+        // Tokens of every expert, with their weights.
         let mut chosen: Vec<Vec<(usize, f32)>> = vec![Vec::new(); config.count];
         for (i, row) in logits.chunks_exact(config.count).enumerate() {
             for (expert, weight) in choose(config, row, self.bias.as_deref()) {
@@ -91,8 +92,8 @@ impl Experts {
     }
 }
 
-/// The experts of a token, by its router's logits, with their weights. Of equal scores the first expert wins; a score that
-/// is no number loses.
+/// Chooses the experts of a token by its router's logits, and returns their weights. Of equal scores the first expert
+/// wins; NaN loses.
 fn choose(config: &ExpertConfig, logits: &[f32], bias: Option<&[f32]>) -> Vec<(usize, f32)> {
     let scores: Vec<f64> = match config.scores {
         Scores::Sigmoid => logits.iter().map(|&x| 1.0 / (1.0 + f64::from(-x).exp())).collect(),
@@ -125,7 +126,7 @@ fn choose(config: &ExpertConfig, logits: &[f32], bias: Option<&[f32]>) -> Vec<(u
     list.into_iter().map(|e| (e, (scores[e] / total * config.factor) as f32)).collect()
 }
 
-/// The places of the `n` largest numbers, largest first.
+/// Returns the indices of the `n` largest numbers, largest first.
 fn best(values: &[f64], n: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     let key = |i: usize| if values[i].is_nan() { f64::NEG_INFINITY } else { values[i] };

@@ -1,12 +1,13 @@
-//! Models as GGUF files that llama.cpp runs: decoders of the family of Llama and Qwen under their own names, and latent
-//! attention as `deepseek2`. Products of factors are multiplied out; everything else is copied as it is stored.
+//! Export of models as GGUF files that llama.cpp runs: decoders of the Llama and Qwen families under their own names,
+//! and latent attention as `deepseek2`. Products of factors are multiplied out; everything else is copied as stored.
 //!
-//! llama.cpp normalises every latent and has no biases in that layer, so that no constant can be put beside a latent as
-//! [`convert::write`](crate::convert::write) does. The epsilon of the norm does it instead: with
-//! $\operatorname{norm}(x) = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$, a latent that is scaled down until
-//! $\operatorname{mean}(x^2) \le 2^{-24}\,\epsilon$ is divided by $\sqrt\epsilon$ to rounding, and $w$ undoes both scales.
-//! The bound holds for every token: what enters a layer is a normalised vector $u$ with $\lVert u \rVert^2 \le d$, times
-//! the weight $D$ of its norm, hence $\lVert A D u \rVert^2 \le d\,\lVert A D \rVert_F^2$.
+//! llama.cpp normalises every latent and has no biases in that layer: a constant cannot be put beside a latent as in
+//! [`convert::write`](crate::convert::write). The epsilon of the norm replaces it: with
+//! $\operatorname{norm}(x) = w \odot x / \sqrt{\operatorname{mean}(x^2) + \epsilon}$, a latent scaled down until
+//! $\operatorname{mean}(x^2) \le 2^{-24}\,\epsilon$ is divided by $\sqrt\epsilon$ to rounding, and $w$ undoes both
+//! scales. The bound holds for every token: the input of a layer is a normalised vector $u$ with
+//! $\lVert u \rVert^2 \le d$, times the weight $D$ of its norm, hence
+//! $\lVert A D u \rVert^2 \le d\,\lVert A D \rVert_F^2$.
 
 use crate::compress::Elements;
 use crate::config::{Architecture, LatentConfig, ModelConfig};
@@ -20,10 +21,10 @@ use attlas_num::rope::{Layout, Rope, Scaling};
 use std::borrow::Cow;
 use std::path::Path;
 
-/// Mean square of a scaled latent over the epsilon of its norm, at most.
+/// Largest mean square of a scaled latent over the epsilon of its norm.
 const NEGLIGIBLE: f64 = 1.0 / (1 << 24) as f64;
 
-/// Whether a model written to this place is a GGUF file, by its name.
+/// Returns true if the name of the output is that of a GGUF file.
 pub fn is_gguf(path: &Path) -> bool {
     path.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"))
 }
@@ -33,14 +34,14 @@ fn refuse<T>(what: &str) -> Result<T> {
     Err(Error::UseInstead { what, instead: "a folder (--out without .gguf)".into() })
 }
 
-/// An error if [`write_gguf`] would refuse the model.
+/// Fails if [`write_gguf`] would refuse the model.
 pub fn check_gguf(model: &Model) -> Result<()> {
     metadata(model)?;
     model.tokenizer.to_gguf(model.config.vocab).map(drop)
 }
 
-/// An error if [`write_gguf`] would refuse what [`convert`](crate::convert::convert) makes of the model, with a latent of
-/// queries or without.
+/// Fails if [`write_gguf`] would refuse the result of [`convert`](crate::convert::convert) for the model, with or
+/// without a latent of queries.
 pub fn check_latent_gguf(model: &Model, rank_q: Option<usize>) -> Result<()> {
     let Weights::Decoder(weights) = &model.weights else { return refuse("an encoder") };
     plain_rotation(&model.config)?;
@@ -49,7 +50,7 @@ pub fn check_latent_gguf(model: &Model, rank_q: Option<usize>) -> Result<()> {
     model.tokenizer.to_gguf(model.config.vocab).map(drop)
 }
 
-/// llama.cpp takes models of some depths for ones without a latent of queries, whatever the file says.
+/// Refuses depths for which llama.cpp ignores the latent of queries in the file.
 fn query_latent(rank_q: Option<usize>, n_layers: usize) -> Result<()> {
     if rank_q.is_some() && matches!(n_layers, 26 | 27 | 48) {
         return refuse(&format!("a latent of queries in a model of {n_layers} layers"));
@@ -57,19 +58,19 @@ fn query_latent(rank_q: Option<usize>, n_layers: usize) -> Result<()> {
     Ok(())
 }
 
-/// Writes a model as a GGUF file. Products that are multiplied out, and the maps of latents, which the file has in another
-/// form than the model, are stored as `elements` says.
+/// Writes a model as a GGUF file. Multiplied-out products, and the maps of latents, whose form differs in the file, are
+/// stored as `elements`.
 pub fn write_gguf(model: &Model, elements: Elements, path: &Path) -> Result<()> {
     let mut entries = metadata(model)?;
     entries.extend(&model.tokenizer.to_gguf(model.config.vocab)?);
-    // A GGUF file has its template among the entries of its tokeniser.
+    // A model from a GGUF file has its template among the entries of its tokeniser.
     if let (Some(template), Some(_)) = (&model.chat_template, &model.folder) {
         entries.text("tokenizer.chat_template", template);
     }
     write_file(path, &entries, &tensors(model, elements)?)
 }
 
-/// The name of the model's architecture in llama.cpp, and the layout of its rotated pairs there.
+/// Returns the name of the model's architecture in llama.cpp, and the layout of rotated pairs there.
 fn family(c: &ModelConfig) -> Result<(&'static str, Layout)> {
     if c.windows.iter().any(Option::is_some) {
         return refuse("sliding windows");
@@ -85,7 +86,7 @@ fn family(c: &ModelConfig) -> Result<(&'static str, Layout)> {
     }
 }
 
-/// The rotation of latent attention, which llama.cpp can only scale as DeepSeek does.
+/// Returns the rotation of latent attention, which llama.cpp can scale only as DeepSeek does.
 fn plain_rotation(c: &ModelConfig) -> Result<&Rope> {
     match &c.rope {
         Some(rope) if matches!(rope.scaling, Scaling::None) => Ok(rope),
@@ -94,7 +95,7 @@ fn plain_rotation(c: &ModelConfig) -> Result<&Rope> {
     }
 }
 
-/// An error where a map has a bias, for which a layer of llama.cpp's `deepseek2` has no tensor.
+/// Fails if a map has a bias, for which llama.cpp's `deepseek2` has no tensor.
 fn unbiased(weights: &DecoderWeights) -> Result<()> {
     let attention = |l: &DecoderLayer| {
         let maps = match &l.latent {
@@ -162,7 +163,7 @@ fn metadata(model: &Model) -> Result<Entries> {
                 out.text(&key("rope.scaling.type"), "linear");
                 out.number(&key("rope.scaling.factor"), *factor);
             }
-            // As divisors, in a tensor.
+            // Stored as divisors in a tensor.
             Scaling::Llama3 { .. } | Scaling::Divisors(_) if layout == Layout::Interleaved => {}
             _ => return refuse("this scaling of rotary frequencies"),
         }
@@ -175,7 +176,7 @@ fn metadata(model: &Model) -> Result<Entries> {
     }
     query_latent(l.rank_q, c.n_layers)?;
     for (suffix, value) in [
-        // Heads share what is cached, latent and rotated key, as one key head.
+        // Heads share the cached latent and rotated key as one key head.
         ("attention.head_count_kv", 1),
         ("attention.key_length", l.rank + rope.dim),
         ("attention.value_length", l.rank),
@@ -194,7 +195,7 @@ fn metadata(model: &Model) -> Result<Entries> {
 
 type Named<'a> = (String, Cow<'a, Tensor>);
 
-/// Numbers in single precision.
+/// Makes a tensor in single precision.
 fn dense(name: &str, values: &[f32], shape: Vec<usize>) -> Result<Tensor> {
     let wrong = || Error::invalid(format!("the size of {name}"), values.len(), "that of its shape");
     Tensor::from_f32(values, shape).ok_or_else(wrong)
@@ -259,7 +260,7 @@ fn tensors(model: &Model, elements: Elements) -> Result<Vec<Named<'_>>> {
     Ok(list)
 }
 
-/// The weight of a map and its bias, rows in this order.
+/// Returns the weight of a map and its bias, with rows in the given order.
 fn linear<'a>(
     name: &str,
     map: &'a Linear,
@@ -291,7 +292,7 @@ fn linear<'a>(
     Ok(())
 }
 
-/// For each row of queries or keys in this layout of pairs, which row of the model it is; `None` where all are in place.
+/// Returns for each row of queries or keys in this layout of pairs the row of the model; `None` if the orders agree.
 pub(crate) fn pair_order(c: &ModelConfig, layout: Layout, heads: usize) -> Option<Vec<usize>> {
     let rope = c.rope.as_ref().filter(|r| r.layout != layout)?;
     let (half, d) = (rope.dim / 2, c.head_dim);
@@ -304,7 +305,7 @@ pub(crate) fn pair_order(c: &ModelConfig, layout: Layout, heads: usize) -> Optio
     Some((0..heads).flat_map(|h| (0..d).map(move |i| h * d + within(i))).collect())
 }
 
-/// The maps of latent attention: those from the latent apart for keys, transposed, and for values.
+/// Returns the maps of latent attention; those from the latent are separate for keys (transposed) and values.
 fn latent_tensors<'a>(
     c: &ModelConfig,
     l: LatentConfig,
@@ -358,7 +359,7 @@ fn latent_tensors<'a>(
     Ok(())
 }
 
-/// Keys, transposed, and values of all heads from the map that gives both.
+/// Splits the joint map into keys, transposed, and values of all heads.
 fn split_kv_b(both: &[f32], l: LatentConfig) -> [Vec<f32>; 2] {
     let (mut keys, mut values) = (Vec::new(), Vec::new());
     for head in both.chunks_exact((l.nope + l.v_dim) * l.rank) {
@@ -369,13 +370,13 @@ fn split_kv_b(both: &[f32], l: LatentConfig) -> [Vec<f32>; 2] {
     [keys, values]
 }
 
-/// The elements in which a file holds a map to a latent whose norm is neutral: the scale of its numbers is far below what
-/// half precision and its blocks can hold.
+/// Returns the element type for a map to a latent with a neutral norm: its numbers are too small for half precision and
+/// blocks scaled with it.
 pub(crate) fn latent_elements(elements: Elements) -> Elements {
     if elements == Elements::F32 { Elements::F32 } else { Elements::Bf16 }
 }
 
-/// Keys and values from the latent as a file of these elements gives them back.
+/// Returns the map to keys and values as read back from a file with these elements.
 pub(crate) fn rounded_kv_b(both: &[f32], l: LatentConfig, elements: Elements) -> Result<Vec<f32>> {
     let read = |name: &str, numbers: &[f32], width: usize| -> Result<Vec<f32>> {
         Ok(elements.encode(name, numbers, vec![numbers.len() / width.max(1), width])?.to_f32())
@@ -385,7 +386,8 @@ pub(crate) fn rounded_kv_b(both: &[f32], l: LatentConfig, elements: Elements) ->
     Ok(join_kv_b(&keys, &values, l))
 }
 
-/// The power of two by which the map `a` to a latent of `rank` is scaled so that its norm does nothing but divide.
+/// Returns the power of two that scales the map `a` to a latent of `rank` so far down that its norm is a plain
+/// division.
 fn neutral_scale(a: &[f32], input_norm: &[f32], rank: usize, eps: f64) -> f32 {
     let d = input_norm.len();
     let square = |row: &[f32]| -> f64 {

@@ -1,7 +1,7 @@
 //! Checkpoints in factored form: a Hugging Face folder whose `config.json` has one more section, `attlas`.
 //!
-//! The section says what the tensors of `model.safetensors` that no other program knows are good for; nothing in it is
-//! ever multiplied out. A folder without it is an ordinary one.
+//! The section describes the tensors of `model.safetensors` that other programs do not know; factors are never
+//! multiplied out. A folder without the section is an ordinary one.
 //!
 //! ```json
 //! "attlas": {
@@ -24,13 +24,13 @@
 //! ```
 //!
 //! - `stored`: tensors that keep their quantised blocks, as bytes of shape `[rows, bytes of a row]`.
-//! - `maps`: linear maps that are products, the first factor acting first. A factor is a matrix `[out, in]` (`tensor`);
-//!   or the sum of the matrices `cores` (`[count, out, in]`) weighted by a row of `mixture`, those of several `rows` on
-//!   one another; either may be `transposed`, and may act on a number of `slices` of its input alike; or a `diagonal`, a
-//!   `row` of a matrix. `NAME.bias` is added where there is one.
+//! - `maps`: linear maps that are products; the first factor acts first. A factor is a matrix `[out, in]` (`tensor`);
+//!   or the sum of the matrices `cores` (`[count, out, in]`) weighted by a row of `mixture`, stacked for several
+//!   `rows`; either may be `transposed`, and may act equally on a number of `slices` of its input; or a `diagonal`, a
+//!   `row` of a matrix. `NAME.bias`, if present, is added.
 //! - `attention`: layers whose attention is another layer of the registry, with its sizes (width, query heads, key heads,
-//!   width of a head's keys, of its values) and its weights: maps by name, products or `NAME.weight`. Decoders take layers
-//!   that have a causal form, encoders those that have one without a mask.
+//!   width of a head's keys, of its values) and its weights: maps by name, products or `NAME.weight`. Decoders accept
+//!   layers with a causal form, encoders those with a form without a mask.
 
 use crate::checkpoint::Tensors;
 use crate::error::{Error, Result};
@@ -46,13 +46,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The version that is written, and the only one that is read.
+/// The version written, and the only one read.
 pub const VERSION: u32 = 1;
 
-/// More slices, or mixtures on one another, than this are refused.
+/// Most slices, or stacked mixtures.
 const MAX_SLICES: usize = 1 << 10;
 
-/// Mixtures may hold this many numbers in any case, and [`MIXED_RATIO`] times those that are stored.
+/// Numbers that mixtures may always have; beyond that, [`MIXED_RATIO`] times the stored ones.
 const MIXED: usize = 1 << 24;
 const MIXED_RATIO: usize = 64;
 
@@ -60,11 +60,11 @@ const MIXED_RATIO: usize = 64;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Section {
-    /// Of the format.
+    /// Version of the format.
     pub version: u32,
     /// The program that made the checkpoint.
     pub conversion: String,
-    /// With which parameters.
+    /// Its parameters.
     #[serde(default)]
     pub params: Options,
     /// Tensors that keep their quantised blocks.
@@ -73,7 +73,7 @@ pub struct Section {
     /// Linear maps that are products.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub maps: BTreeMap<String, Vec<FactorSpec>>,
-    /// By layer, attention that is another layer.
+    /// Attention replaced by another layer, by layer.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub attention: BTreeMap<usize, Replaced>,
 }
@@ -84,7 +84,7 @@ pub struct Section {
 pub struct Stored {
     /// Name of the block format.
     pub format: String,
-    /// Outermost first.
+    /// Dimensions, outermost first.
     pub shape: Vec<usize>,
 }
 
@@ -96,10 +96,10 @@ pub enum FactorSpec {
     Matrix {
         /// Its name.
         tensor: String,
-        /// Its transpose acts.
+        /// True if its transpose acts.
         #[serde(default, skip_serializing_if = "is_false")]
         transposed: bool,
-        /// Slices it acts on alike.
+        /// Number of input slices on which it acts equally.
         #[serde(default = "one", skip_serializing_if = "is_one")]
         slices: usize,
     },
@@ -107,22 +107,22 @@ pub enum FactorSpec {
     Mixture {
         /// The matrices, `[count, out, in]`.
         cores: String,
-        /// Weights, one mixture a row.
+        /// Weights, one mixture per row.
         mixture: String,
-        /// The mixtures that are stacked on one another.
+        /// The stacked mixtures.
         rows: Vec<usize>,
-        /// The transpose acts.
+        /// True if the transpose acts.
         #[serde(default, skip_serializing_if = "is_false")]
         transposed: bool,
-        /// Slices it acts on alike.
+        /// Number of input slices on which it acts equally.
         #[serde(default = "one", skip_serializing_if = "is_one")]
         slices: usize,
     },
     /// A diagonal.
     Diagonal {
-        /// A matrix, one diagonal a row.
+        /// A matrix with one diagonal per row.
         diagonal: String,
-        /// Which.
+        /// The row of this diagonal.
         row: usize,
     },
 }
@@ -164,7 +164,7 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// The maps that stand for queries, keys, values and output, without outputs where the layer has none such.
+    /// Returns the maps for queries, keys, values and output, with no outputs if the layer has no such map.
     pub(crate) fn projections(&self) -> Result<[Linear; 4]> {
         let part = |names: &[&str]| {
             let none = || Tensor::from_f32(&[], vec![0, self.layer.shape().d_model]);
@@ -176,7 +176,7 @@ impl Attention {
         Ok([part(&["q"])?, part(&["k", "b_k"])?, part(&["v", "b_v"])?, part(&["o"])?])
     }
 
-    /// An error if the layer has no causal form with these parameters: one token is tried.
+    /// Fails if the layer has no causal form with these parameters; tries one token.
     pub(crate) fn check_causal(&self, layer: usize) -> Result<()> {
         let d = self.layer.shape().d_model;
         let mut ws = Workspace::single()?;
@@ -199,7 +199,7 @@ impl Attention {
 }
 
 impl Section {
-    /// The section of a `config.json`, if it has one.
+    /// Returns the section of a `config.json`, if it has one.
     pub fn of_config(text: &[u8]) -> Result<Option<Self>> {
         let json: serde_json::Value = serde_json::from_slice(text)?;
         let Some(section) = json.get("attlas").filter(|s| !s.is_null()) else { return Ok(None) };
@@ -214,14 +214,14 @@ impl Section {
         Ok(Some(section))
     }
 
-    /// The tensors of a folder, its maps and attention layers among them.
+    /// Reads the tensors of a folder, including its maps and attention layers.
     pub fn open(&self, folder: &Path) -> Result<Tensors> {
         let path = folder.join("model.safetensors");
         let source = Arc::new(Source::open(&path)?);
         self.read(&source).map_err(|e| e.in_file(&path))
     }
 
-    /// The same from the bytes of a safetensors file.
+    /// Reads the tensors from the bytes of a safetensors file.
     pub fn read(&self, source: &Arc<Source>) -> Result<Tensors> {
         let mut tensors = Tensors::from_safetensors(source)?;
         let (header, metadata): (usize, Metadata) = SafeTensors::read_metadata(source.bytes())?;
@@ -251,7 +251,7 @@ impl Section {
         Ok(tensors)
     }
 
-    /// Makes the maps and attention layers of tensors that are all there.
+    /// Makes the maps and attention layers once all tensors are known.
     pub(crate) fn attach(&self, tensors: &mut Tensors) -> Result<()> {
         let mut maps = HashMap::new();
         let room = MIXED.saturating_add(tensors.size().0.saturating_mul(MIXED_RATIO));
@@ -268,13 +268,13 @@ impl Section {
     }
 }
 
-/// Makes factors, each matrix once in each orientation.
+/// Reader of factors; makes each matrix once in each orientation.
 struct Reader<'a> {
     tensors: &'a Tensors,
     matrices: HashMap<(String, bool), Tensor>,
-    /// The numbers of stacks that are mixed.
+    /// Matrices of the stacks that are mixed.
     cores: HashMap<String, Vec<Mat<f32>>>,
-    /// Numbers that mixtures may still hold.
+    /// Numbers left for mixtures.
     room: usize,
 }
 
@@ -339,7 +339,7 @@ impl Reader<'_> {
                         format!("{count} columns"),
                     ));
                 }
-                // A list of rows costs a file little; each of them is a matrix in memory.
+                // A row takes little in the file, but a matrix in memory.
                 let numbers = rows.len().checked_mul(height).and_then(|n| n.checked_mul(width));
                 let left = numbers.and_then(|n| self.room.checked_sub(n)).ok_or_else(|| {
                     let expected = format!("mixtures of at most {MIXED_RATIO} times the numbers stored");
@@ -367,13 +367,13 @@ impl Reader<'_> {
     }
 }
 
-/// The transpose in the element type of the original; quantised blocks become half precision.
+/// Returns the transpose in the element type of the original; quantised blocks become half precision.
 fn transpose(t: &Tensor) -> Tensor {
     let m = Mat::from_vec(t.to_f32(), t.rows(), t.cols()).transpose();
     narrowed(m.data(), vec![m.rows(), m.cols()], t.format())
 }
 
-/// Numbers that came from tensors of the given format.
+/// Stores numbers in the given format of their source tensors.
 fn narrowed(values: &[f32], shape: Vec<usize>, format: Format) -> Tensor {
     let bytes: Vec<u8> = match format {
         Format::F32 => values.iter().flat_map(|x| x.to_le_bytes()).collect(),

@@ -1,22 +1,22 @@
-//! Models named instead of stored: `hf:owner/name` and `hf:owner/name/file.gguf` on the Hugging Face hub.
+//! Models on the Hugging Face hub: `hf:owner/name` and `hf:owner/name/file.gguf`.
 //!
-//! Downloading needs the cargo feature `hf-hub`. Files go to the hub's own cache, are taken from it when they are
-//! there, and honour `HF_HOME`, `HF_ENDPOINT` and the token that `huggingface-cli login` stored.
+//! Downloading needs the cargo feature `hf-hub`. Files are stored in the hub's own cache and reused from it. `HF_HOME`,
+//! `HF_ENDPOINT` and the token of `huggingface-cli login` are respected.
 
 use crate::error::{Error, Result};
 use std::path::PathBuf;
 
-/// A repository on the hub, and which file of it, if one is named.
+/// A repository on the hub, and optionally one of its files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Name {
     /// `owner/name`.
     pub repository: String,
-    /// A GGUF file; the whole folder where absent.
+    /// A GGUF file; the whole folder if absent.
     pub file: Option<String>,
 }
 
 impl Name {
-    /// Reads `hf:owner/name[/file.gguf]`; `None` if `text` does not begin with `hf:`.
+    /// Parses `hf:owner/name[/file.gguf]`; `None` if `text` does not begin with `hf:`.
     pub fn parse(text: &str) -> Option<Result<Self>> {
         let rest = text.strip_prefix("hf:")?;
         let sound = |part: &&str| {
@@ -38,7 +38,7 @@ impl Name {
     }
 }
 
-/// The file or folder that a model argument means: a path as it is, or what was downloaded for `hf:…`.
+/// Returns the file or folder of a model argument: a path unchanged, or the downloaded files of `hf:…`.
 pub fn locate(argument: &str) -> Result<PathBuf> {
     match Name::parse(argument) {
         None => Ok(PathBuf::from(argument)),
@@ -56,7 +56,7 @@ fn download(name: &Name) -> Result<PathBuf> {
     })
 }
 
-/// Files of a folder that a model is read from, besides its weights.
+/// Files of a model's folder besides its weights: required ones, and optional ones.
 #[cfg(feature = "hf-hub")]
 const NEEDED: [&str; 2] = ["config.json", "tokenizer.json"];
 #[cfg(feature = "hf-hub")]

@@ -1,14 +1,14 @@
-//! Keys and values that a layer keeps between calls, in single precision or packed.
+//! Keys and values that a layer stores between calls, in single precision or packed.
 //!
-//! Packed rows are unpacked for the layer that attends, into storage that all layers share, so that memory holds the
-//! packed rows of every layer and the numbers of one. New rows are packed before they are attended to: what a token sees
-//! does not depend on when it was read.
+//! Packed rows are unpacked for the attending layer, into storage that all layers share: memory then has the packed
+//! rows of every layer and the numbers of one. New rows are packed before they are attended to: the keys of a token do
+//! not depend on when it was read.
 
 use crate::error::{Error, Result};
 use attlas::TensorRef;
 use attlas::cache::KvCache;
 
-/// How cached keys and values are stored.
+/// Storage format of cached keys and values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CacheFormat {
@@ -17,7 +17,7 @@ pub enum CacheFormat {
     F32,
     /// Eight significant bits.
     Bf16,
-    /// Whole numbers of eight bits, 32 of a row with one scale.
+    /// 8-bit integers, with one scale per 32 numbers of a row.
     Q8,
 }
 
@@ -25,7 +25,7 @@ impl CacheFormat {
     /// Every format.
     pub const ALL: [Self; 3] = [Self::F32, Self::Bf16, Self::Q8];
 
-    /// The name on the command line.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -34,7 +34,7 @@ impl CacheFormat {
         }
     }
 
-    /// Bytes of a row of `width` numbers.
+    /// Returns the bytes of a row of `width` numbers.
     fn row_bytes(self, width: usize) -> usize {
         match self {
             Self::F32 => 4 * width,
@@ -50,7 +50,7 @@ impl CacheFormat {
             Self::Q8 => {
                 for block in row.chunks(BLOCK) {
                     let most = block.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-                    // What is no number stays none.
+                    // A block with NaN or infinity becomes NaN.
                     let odd = block.iter().any(|x| !x.is_finite());
                     let scale = if odd { f32::NAN } else { most / 127.0 };
                     let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
@@ -121,13 +121,13 @@ impl Packed {
         self.len = len;
     }
 
-    /// Everything held, in `numbers`, which is emptied first.
+    /// Unpacks all rows into `numbers`, which is emptied first.
     pub(crate) fn unpack_into(&self, numbers: &mut KvCache<f32>) -> Result<()> {
         numbers.truncate(0);
         self.append_to(numbers, 0)
     }
 
-    /// Takes the rows of `[tokens, heads, width]`, and gives `numbers` what is kept of them.
+    /// Packs the rows of `[tokens, heads, width]`, and appends their unpacked values to `numbers`.
     pub(crate) fn take(&mut self, k: &[f32], v: &[f32], numbers: &mut KvCache<f32>) -> Result<()> {
         let first = self.len;
         for (rows, store) in [(k, &mut self.k), (v, &mut self.v)] {

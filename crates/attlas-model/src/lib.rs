@@ -1,4 +1,4 @@
-//! Pretrained models: weight files, tokenisers, and products with weights that stay as they are stored.
+//! Pretrained models: weight files, tokenisers, and products with weights in their stored form.
 //!
 //! [`Model::open`] reads a GGUF file or a Hugging Face folder of the Llama and BERT families. Every file is
 //! treated as hostile: a header that lies is an [`Error`], never a panic or a huge allocation.

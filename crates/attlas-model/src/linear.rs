@@ -1,14 +1,15 @@
-//! Linear layers whose weights stay as they are stored.
+//! Linear layers with weights in their stored form.
 
 use crate::tensor::Tensor;
 use attlas_num::kernels::quant::{Compute, Job, products_in};
 use attlas_num::{MatRef, Scratch};
 use std::sync::Arc;
 
-/// $y = W x + b$ with $W$ as `[out, in]` in stored form, or as a product of such factors that is never multiplied out.
+/// $y = W x + b$ with $W$ as `[out, in]` in stored form, or as a product of such factors, which is never multiplied
+/// out.
 #[derive(Clone, Debug)]
 pub struct Linear {
-    /// The first acts first; the last is a matrix. One unless the map is a product.
+    /// The first acts first; the last is a matrix. There is one unless the map is a product.
     factors: Vec<Factor>,
     bias: Option<Vec<f32>>,
 }
@@ -16,9 +17,9 @@ pub struct Linear {
 /// A factor of a product.
 #[derive(Clone, Debug)]
 pub enum Factor {
-    /// A matrix `[out, in]` that acts on a number of slices of its input alike.
+    /// A matrix `[out, in]` that acts equally on a number of slices of its input.
     Matrix(Tensor, usize),
-    /// Multiplies every number by one of its own.
+    /// A diagonal.
     Diagonal(Arc<Vec<f32>>),
 }
 
@@ -31,7 +32,7 @@ impl Factor {
         }
     }
 
-    /// Whether both are the same numbers in memory, used in the same way.
+    /// Returns true if both use the same numbers in memory in the same way.
     fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Matrix(a, s), Self::Matrix(b, t)) => s == t && std::ptr::eq(a.bytes(), b.bytes()),
@@ -58,13 +59,13 @@ impl Factor {
 }
 
 impl Linear {
-    /// A layer; `None` if the weight is no matrix or the bias has another length than its rows.
+    /// Creates a layer; `None` if the weight is no matrix or the bias does not match its rows.
     pub fn new(weight: Tensor, bias: Option<Vec<f32>>) -> Option<Self> {
         Self::product(vec![Factor::Matrix(weight, 1)], bias)
     }
 
-    /// A layer that is a product, the first factor acting first. `None` if the factors do not fit one another, the last is
-    /// no matrix, or the bias has another length than its outputs.
+    /// Creates a layer from a product; the first factor acts first. `None` if the factors do not match, the last is no
+    /// matrix, or the bias does not match the outputs.
     pub fn product(factors: Vec<Factor>, bias: Option<Vec<f32>>) -> Option<Self> {
         let matrices = factors.iter().all(|f| match f {
             // A matrix without columns can claim any number of rows.
@@ -90,7 +91,7 @@ impl Linear {
         self.factors.last().map_or(0, |f| f.size().0)
     }
 
-    /// The weights, `[out, in]`; of a product, those that act last.
+    /// Returns the weights, `[out, in]`; of a product, those of the last factor.
     pub fn weight(&self) -> &Tensor {
         match self.factors.last() {
             Some(Factor::Matrix(weight, _)) => weight,
@@ -98,7 +99,7 @@ impl Linear {
         }
     }
 
-    /// Whether the map is a product of factors.
+    /// Returns true if the map is a product of factors.
     pub fn is_product(&self) -> bool {
         !matches!(&self.factors[..], [Factor::Matrix(_, 1)])
     }
@@ -108,11 +109,11 @@ impl Linear {
         self.bias.as_deref()
     }
 
-    /// Applies the layer to every row of `x`; `out` is `x.rows() × outputs`, contiguous. Panics if the
-    /// shapes do not belong together.
+    /// Applies the layer to every row of `x`; `out` is `x.rows() × outputs`, contiguous. Panics if the shapes do not
+    /// match.
     ///
-    /// Runs on the current rayon pool; a caller that applies many layers in a row does well to run inside
-    /// one (`ThreadPool::install`), where starting a parallel pass costs least.
+    /// Runs on the current rayon pool. To apply many layers in a row, run inside a pool (`ThreadPool::install`), where
+    /// a parallel pass starts fastest.
     pub fn apply(&self, x: MatRef<'_, f32>, out: &mut [f32], scratch: &Scratch) {
         self.apply_in(Compute::F32, x, out, scratch);
     }
@@ -122,7 +123,7 @@ impl Linear {
         apply_all_in(compute, &mut [(self, out)], x, scratch);
     }
 
-    /// The weights as one matrix `[out, in]` in single precision, whatever they are stored as.
+    /// Returns the weights as one matrix `[out, in]` in single precision.
     pub fn multiplied_out(&self) -> Vec<f32> {
         if !self.is_product() {
             return self.weight().to_f32();
@@ -135,7 +136,7 @@ impl Linear {
         (0..n * m).map(|i| columns[i % n * m + i / n]).collect()
     }
 
-    /// The stored matrices that the layer multiplies with.
+    /// Returns the stored matrices of the layer.
     pub fn matrices(&self) -> impl Iterator<Item = &Tensor> {
         self.factors.iter().filter_map(|f| match f {
             Factor::Matrix(m, _) => Some(m),
@@ -186,7 +187,7 @@ pub fn apply_all_in(
             None => apply_products(compute, maps, x.to_mat().data(), x.rows(), scratch),
         }
     } else {
-        // As many as a transformer applies together need no list of them.
+        // The numbers of layers that a transformer applies together need no allocated list.
         match &mut *layers {
             [a] => products_in(compute, x, &mut [job(a)], scratch),
             [a, b] => products_in(compute, x, &mut [job(a), job(b)], scratch),
@@ -206,7 +207,7 @@ pub fn apply_all_in(
     }
 }
 
-/// Maps that are left to apply to the same rows, by what acts first.
+/// Groups the remaining maps of the same rows by their first factor.
 fn by_first<T>(maps: Vec<(&[Factor], T)>) -> Vec<(&Factor, Vec<(&[Factor], T)>)> {
     let mut groups: Vec<(&Factor, Vec<(&[Factor], T)>)> = Vec::new();
     for (factors, out) in maps {
@@ -227,7 +228,7 @@ fn apply_products(
     scratch: &Scratch,
 ) {
     let mut groups = by_first(maps);
-    // What acts last writes to its place, everything else to a buffer.
+    // The last factor writes to the output, all others to a buffer.
     let mut buffers: Vec<Vec<f32>> = groups
         .iter()
         .map(|(f, group)| if group[0].0.is_empty() { Vec::new() } else { vec![0.0; rows * f.size().0] })
@@ -258,7 +259,7 @@ fn apply_products(
     }
 }
 
-/// Operations for one token of layers that are applied together, shared factors counted once; biases are left out.
+/// Counts the operations for one token of layers applied together: shared factors once, biases not at all.
 pub fn flops(layers: &[&Linear]) -> u64 {
     fn count(maps: Vec<(&[Factor], ())>) -> u64 {
         by_first(maps).into_iter().map(|(first, group)| first.flops() + count(group)).sum()
@@ -286,7 +287,7 @@ mod tests {
         Tensor::from_f32(&(0..rows * cols).map(value).collect::<Vec<_>>(), vec![rows, cols]).unwrap()
     }
 
-    /// The rows of x through the factors, one multiplication at a time.
+    /// Applies the factors to the rows of x one multiplication at a time.
     fn slowly(factors: &[Factor], x: &[f32], rows: usize) -> Vec<f32> {
         let mut now = x.to_vec();
         for f in factors {

@@ -1,4 +1,4 @@
-//! A model opened from disk: description, weights and tokeniser together.
+//! A model from disk: description, weights and tokeniser together.
 
 use crate::checkpoint::{Tensors, open_gguf, read_file};
 use crate::config::ModelConfig;
@@ -18,11 +18,11 @@ pub struct Model {
     pub config: ModelConfig,
     /// Its tensors, in stored form.
     pub weights: Weights,
-    /// From text to tokens and back.
+    /// Tokeniser.
     pub tokenizer: Tokenizer,
-    /// How conversations are laid out: a Jinja template, if the model has one.
+    /// Jinja template of conversations, if the model has one.
     pub chat_template: Option<String>,
-    /// The Hugging Face folder that it was opened from, if it was one.
+    /// The Hugging Face folder of the model, if it was opened from one.
     pub folder: Option<PathBuf>,
 }
 
@@ -43,7 +43,7 @@ impl Model {
         Self::from_gguf(&gguf, &tensors).map_err(|e| e.in_file(path))
     }
 
-    /// A model from the bytes of a GGUF file that is not split.
+    /// Opens a model from the bytes of an unsplit GGUF file.
     pub fn from_gguf_bytes(bytes: Vec<u8>) -> Result<Self> {
         let source = Arc::new(Source::Owned(bytes));
         let gguf = Gguf::parse(source.bytes())?;
@@ -96,7 +96,7 @@ impl Model {
     }
 }
 
-/// Newer folders keep the template in a file of its own; some have several, of which one is the default.
+/// Reads the chat template. Newer folders have it in a separate file; some have several, with one default.
 fn chat_template(folder: &Path, settings: &serde_json::Value) -> Result<Option<String>> {
     let path = folder.join("chat_template.jinja");
     if path.is_file() {

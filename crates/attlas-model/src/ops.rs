@@ -1,13 +1,13 @@
 //! The parts of a transformer between its linear layers: norms, activations, embeddings.
 //!
-//! Rows are independent. Sums that decide a scale are taken in double precision; everything else is single.
+//! Rows are independent. Sums that determine a scale are in double precision; everything else is single.
 
 use crate::config::Activation;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use attlas_num::kernels::vectorised;
 
-/// $e^x$ to within two units in the last place, without branches, so that loops over it vectorise.
+/// Computes $e^x$ to within two units in the last place, without branches: loops over it vectorise.
 ///
 /// $x = n \ln 2 + r$ with $|r| \le \ln(2)/2$; $e^r$ by its Taylor polynomial, $2^n$ by the exponent bits.
 #[inline(always)]
@@ -15,10 +15,10 @@ pub(crate) fn exp(x: f32) -> f32 {
     // Comparisons that keep NaN, unlike `clamp` on the way to an integer.
     let x = if x < -104.0 { -104.0 } else { x };
     let x = if x > 89.0 { 89.0 } else { x };
-    // Adding 1.5·2²³ rounds to an integer, which then stands in the low bits.
+    // Adding 1.5·2²³ rounds to an integer, which is then in the low bits.
     let shifted = x * std::f32::consts::LOG2_E + 12_582_912.0;
     let n = shifted - 12_582_912.0;
-    // ln 2 in two parts, the first of which has few enough bits that n times it is exact.
+    // ln 2 in two parts; the first has so few bits that its product with n is exact.
     let r = x - n * 0.693_359_4 + n * 2.121_944_4e-4;
     let p = 1.0 / 5040.0;
     let p = p * r + 1.0 / 720.0;
@@ -27,7 +27,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     let p = p * r + 1.0 / 6.0;
     let p = p * r + 0.5;
     let p = p * r * r + r + 1.0;
-    // Two factors, because 2ⁿ itself may be subnormal or infinite. Checked differences would keep loops from vectorising.
+    // Two factors, because 2ⁿ itself may be subnormal or infinite. Checked differences would prevent vectorisation.
     let n = (shifted.to_bits() as i32).wrapping_sub(0x4b40_0000);
     let (half, rest) = (n >> 1, n.wrapping_sub(n >> 1));
     let power = |e: i32| f32::from_bits((e.wrapping_add(127) as u32) << 23);
@@ -44,7 +44,7 @@ pub fn rms_norm_in_place(x: &mut [f32], weight: &[f32], eps: f64) {
     }
 }
 
-/// The rows of `x`, as long as `weight`, normalised as by [`rms_norm_in_place`].
+/// Normalises the rows of `x`, as long as `weight`, into `out` as in [`rms_norm_in_place`].
 pub fn rms_norm_into(x: &[f32], weight: &[f32], eps: f64, out: &mut [f32]) {
     assert_eq!(x.len(), out.len());
     let d = weight.len().max(1);
@@ -56,7 +56,7 @@ pub fn rms_norm_into(x: &[f32], weight: &[f32], eps: f64, out: &mut [f32]) {
     }
 }
 
-/// The same where there is a weight; a copy where there is none.
+/// Normalises if there is a weight, otherwise copies.
 pub fn maybe_norm_into(x: &[f32], weight: Option<&[f32]>, eps: f64, out: &mut [f32]) {
     match weight {
         Some(weight) => rms_norm_into(x, weight, eps, out),
@@ -64,7 +64,7 @@ pub fn maybe_norm_into(x: &[f32], weight: Option<&[f32]>, eps: f64, out: &mut [f
     }
 }
 
-/// `x ← factor · x`; nothing is read where the factor is one.
+/// `x ← factor · x`; does nothing for a factor of one.
 pub fn scale_in_place(x: &mut [f32], factor: f32) {
     if factor != 1.0 {
         x.iter_mut().for_each(|x| *x *= factor);
@@ -76,7 +76,7 @@ fn rms_scale(row: &[f32], eps: f64) -> f32 {
     (1.0 / (sum_by(row, |x| x * x) / row.len() as f64 + eps).sqrt()) as f32
 }
 
-/// $\sum f(x_i)$ in double precision, in four partial sums so that the loop vectorises.
+/// Computes $\sum f(x_i)$ in double precision, in four partial sums, which vectorise.
 #[inline(always)]
 fn sum_by(row: &[f32], f: impl Fn(f64) -> f64) -> f64 {
     let mut sums = [0.0f64; 4];
@@ -144,7 +144,7 @@ pub fn softcap_in_place(x: &mut [f32], cap: f32) {
 
 /// $x \leftarrow x\,\Phi(x)$ with the normal distribution function $\Phi$.
 pub fn gelu_in_place(x: &mut [f32]) {
-    // Φ(x) = erfc(−x/√2)/2 keeps its relative precision far to the left.
+    // Φ(x) = erfc(−x/√2)/2 keeps relative precision for very negative x.
     x.iter_mut().for_each(|x| *x *= 0.5 * libm::erfcf(-*x * std::f32::consts::FRAC_1_SQRT_2));
 }
 
@@ -154,7 +154,7 @@ pub fn add_in_place(x: &mut [f32], y: &[f32]) {
     x.iter_mut().zip(y).for_each(|(x, y)| *x += y);
 }
 
-/// The rows of `table` that `ids` name, one after another.
+/// Copies the rows `ids` of `table` to `out`.
 pub fn embed_into(table: &Tensor, ids: &[u32], out: &mut [f32]) -> Result<()> {
     assert_eq!(out.len(), ids.len() * table.cols());
     for (row, &id) in out.chunks_exact_mut(table.cols().max(1)).zip(ids) {

@@ -1,49 +1,50 @@
-//! How well a model predicts a text, and how far two models disagree.
+//! Perplexity of a model on a text, and divergence between two models.
 //!
-//! Perplexity is $\exp$ of the mean negative log-likelihood over the scored tokens. Which tokens are scored,
-//! and with how much context, is the [`Protocol`]; numbers of different protocols cannot be compared. Log
-//! probabilities are differences of logits in double precision; their normaliser sums single-precision
-//! exponentials in double precision.
+//! Perplexity is $\exp$ of the mean negative log-likelihood over the scored tokens. The [`Protocol`] determines which
+//! tokens are scored and with how much context; numbers of different protocols are not comparable. Log probabilities
+//! are differences of logits in double precision; their normaliser sums single-precision exponentials in double
+//! precision.
 
 use crate::error::{Error, Result};
 use crate::ops;
 use crate::sample::argmax;
 use std::ops::Range;
 
-/// Which tokens of a text are scored, in which windows.
+/// Protocol of a measurement: the windows of a text and their scored tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Protocol {
-    /// Windows that begin `stride` tokens apart; each token is scored once, with as much context as its
-    /// first window gives it (Hugging Face). Positions restart in every window.
+    /// Windows that begin `stride` tokens apart; each token is scored once, with the context in its first window
+    /// (Hugging Face). Positions restart in every window.
     Strided {
         /// Tokens of a window.
         window: usize,
-        /// Tokens from the start of one to the start of the next.
+        /// Tokens from the start of one window to that of the next.
         stride: usize,
     },
-    /// Windows without overlap of which the second half is scored (llama.cpp).
+    /// Windows without overlap; the second half of each is scored (llama.cpp).
     SecondHalf {
         /// Tokens of a window.
         window: usize,
     },
-    /// Windows without overlap, all but the first token scored, the rest dropped (GPTQ and others).
+    /// Windows without overlap; all but the first token of each are scored, tokens after the last whole window are
+    /// dropped (GPTQ and others).
     Disjoint {
         /// Tokens of a window.
         window: usize,
     },
 }
 
-/// A stretch of text that is run at once.
+/// A part of a text that runs at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Window {
     /// Its tokens.
     pub tokens: Range<usize>,
-    /// Those that are scored; the prediction of token `t` is made at `t − 1`.
+    /// The scored tokens; token `t` is predicted at `t − 1`.
     pub targets: Range<usize>,
 }
 
 impl Protocol {
-    /// The windows of a text of `n` tokens.
+    /// Returns the windows of a text of `n` tokens.
     pub fn windows(self, n: usize) -> Result<Vec<Window>> {
         let (Self::Strided { window, .. } | Self::SecondHalf { window } | Self::Disjoint { window }) = self;
         if window < 2 {
@@ -94,7 +95,7 @@ impl Protocol {
     }
 }
 
-/// $\ln \sum_i e^{l_i}$; −∞ for no logits, NaN where one is.
+/// Computes $\ln \sum_i e^{l_i}$; −∞ for no logits, NaN if one is NaN.
 pub fn log_sum_exp(logits: &[f32]) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, |a, b| if b > a || b.is_nan() { b } else { a });
     if !max.is_finite() {
@@ -115,12 +116,12 @@ pub fn log_sum_exp(logits: &[f32]) -> f64 {
     f64::from(max) + total.ln()
 }
 
-/// Negative log-likelihood of `target`. Panics if it is no index of `logits`.
+/// Returns the negative log-likelihood of `target`. Panics if it is no index of `logits`.
 pub fn nll(logits: &[f32], target: u32) -> f64 {
     log_sum_exp(logits) - f64::from(logits[target as usize])
 }
 
-/// Mean and spread of numbers that come one at a time (Welford).
+/// Running mean and variance of numbers (Welford).
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Mean {
     count: u64,
@@ -129,7 +130,7 @@ pub struct Mean {
 }
 
 impl Mean {
-    /// Takes one more.
+    /// Adds one number.
     pub fn push(&mut self, x: f64) {
         self.count += 1;
         let before = x - self.mean;
@@ -137,7 +138,7 @@ impl Mean {
         self.squares += before * (x - self.mean);
     }
 
-    /// Takes all that `other` has taken.
+    /// Adds all numbers of `other`.
     pub fn merge(&mut self, other: &Self) {
         if other.count == 0 {
             return;
@@ -185,7 +186,7 @@ impl Perplexity {
         self.nll.push(nll);
     }
 
-    /// Takes over what `other` has scored.
+    /// Adds the tokens scored by `other`.
     pub fn merge(&mut self, other: &Self) {
         self.nll.merge(&other.nll);
     }
@@ -211,7 +212,7 @@ impl Perplexity {
     }
 }
 
-/// How far a model is from a reference, token by token.
+/// Divergence of a model from a reference, token by token.
 #[derive(Clone, Debug, Default)]
 pub struct Divergence {
     kl: Mean,
@@ -220,12 +221,12 @@ pub struct Divergence {
     delta_p: Mean,
 }
 
-/// How far two predictions of one token are apart.
+/// Difference of two predictions of one token.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Difference {
     /// Kullback–Leibler divergence of the other prediction from the reference, in nats.
     pub kl: f64,
-    /// Whether both find the same token likeliest.
+    /// True if both have the same likeliest token.
     pub same_top: bool,
     /// Change of the probability of the right token.
     pub delta_p: f64,
@@ -239,14 +240,14 @@ impl Difference {
         let mut kl = 0.0;
         for (&a, &b) in reference.iter().zip(other) {
             let (log_p, log_q) = (f64::from(a) - zp, f64::from(b) - zq);
-            // Below e⁻⁶⁰ nothing is left in double precision; this also covers −∞ against −∞.
+            // Terms below e⁻⁶⁰ vanish in double precision; this also covers −∞ against −∞.
             if log_p > -60.0 {
                 kl += log_p.exp() * (log_p - log_q);
             }
         }
         let p = |logits: &[f32], z: f64| (f64::from(logits[target as usize]) - z).exp();
         Self {
-            // Rounding alone may take it below zero.
+            // Only rounding can make it negative.
             kl: if kl < 0.0 { 0.0 } else { kl },
             same_top: argmax(reference) == argmax(other),
             delta_p: p(other, zq) - p(reference, zp),
@@ -260,7 +261,7 @@ impl Divergence {
         self.add(&Difference::new(reference, other, target));
     }
 
-    /// Takes one token that was compared.
+    /// Adds one compared token.
     pub fn add(&mut self, x: &Difference) {
         self.kl.push(x.kl);
         self.values.push(x.kl as f32);
@@ -268,7 +269,7 @@ impl Divergence {
         self.delta_p.push(x.delta_p);
     }
 
-    /// Takes over what `other` has compared.
+    /// Adds the tokens compared by `other`.
     pub fn merge(&mut self, other: &Self) {
         self.kl.merge(&other.kl);
         self.values.extend_from_slice(&other.values);
@@ -281,7 +282,7 @@ impl Divergence {
         &self.kl
     }
 
-    /// The value below which a share `q` of the divergences lies, interpolated; `None` if there are none.
+    /// Returns the `q` quantile of the divergences, interpolated; `None` if there are none.
     pub fn kl_quantile(&self, q: f64) -> Option<f64> {
         let mut sorted = self.values.clone();
         sorted.sort_unstable_by(f32::total_cmp);
@@ -290,7 +291,7 @@ impl Divergence {
         Some(f64::from(low) + (f64::from(high) - f64::from(low)) * at.fract())
     }
 
-    /// Share of tokens for which both find the same one likeliest; 0 if there are none.
+    /// Returns the share of tokens for which both have the same likeliest token; 0 if there are none.
     pub fn same_top(&self) -> f64 {
         self.same_top as f64 / (self.kl.count() as f64).max(1.0)
     }

@@ -1,4 +1,4 @@
-//! Panics of dependencies as errors, without their message on the terminal.
+//! Turns panics of dependencies into errors, without their message on the terminal.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
@@ -8,10 +8,10 @@ thread_local! {
     static QUIET: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs code of others that may panic on malformed input; `None` if it did.
+/// Runs third-party code that may panic on malformed input; `None` if it did.
 ///
-/// The first call puts a hook before the one that is installed. It is silent while this function runs on the thread
-/// that panics, and hands everything else on.
+/// The first call puts a panic hook before the installed one. It is silent while this function runs on the panicking
+/// thread, and passes all other panics on.
 pub(crate) fn catch<T>(f: impl FnOnce() -> T) -> Option<T> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -1,4 +1,4 @@
-//! Which method attends where: a versioned TOML file with a default and rules for layers and heads.
+//! Recipes: versioned TOML files that assign methods to heads, by a default and rules for layers and heads.
 //!
 //! ```toml
 //! version = 1
@@ -8,19 +8,18 @@
 //! method = "exact"
 //!
 //! [[rule]]                       # later rules win where several match
-//! layers = "4-20,25"             # or [4, 5, 25]; all layers where absent
-//! heads = "0-2"                  # query heads; all of them where absent
+//! layers = "4-20,25"             # or [4, 5, 25]; all layers if absent
+//! heads = "0-2"                  # query heads; all of them if absent
 //! method = "sink_window"
 //! params = { sinks = 4, window = 256 }
 //! measured = { error = 0.012, cost = 0.31 }
 //!
-//! [rule.decode]                  # another method for new tokens; the same one where absent
+//! [rule.decode]                  # another method for new tokens; the same one if absent
 //! method = "quest"
 //! ```
 //!
-//! [`Recipe::resolve`] turns it into [`HeadRun`]s: neighbouring heads that share a method and its settings are
-//! planned together, and a method that cannot attend causally is refused with all its reasons before any
-//! token is run.
+//! [`Recipe::resolve`] turns a recipe into [`HeadRun`]s: neighbouring heads with the same method and settings are
+//! planned together, and a method without a causal form is refused with all its reasons before any token is run.
 
 use crate::calibration::Calibrations;
 use crate::config::ModelConfig;
@@ -34,7 +33,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The version of the format that is written.
+/// Version of the written format.
 pub const VERSION: u32 = 1;
 
 /// A method for every head of a model.
@@ -46,10 +45,10 @@ pub struct Recipe {
     /// The program that wrote it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub producer: Option<String>,
-    /// The model it was made for, in words.
+    /// Description of its model.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
-    /// Tokens of the longest text that it was checked on; what it does to longer ones is not known.
+    /// Tokens of the longest text it was checked on; its effect on longer ones is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens: Option<usize>,
     /// Calibrations of its methods: a file or a folder, beside the recipe unless the path is absolute.
@@ -58,13 +57,13 @@ pub struct Recipe {
     /// The calibrations themselves; [`Recipe::open`] reads them.
     #[serde(skip)]
     pub calibrations: Arc<Calibrations>,
-    /// Measurements from when it was made: names and numbers, for people.
+    /// Measurements from its making: names and numbers, as information.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub evidence: BTreeMap<String, Value>,
-    /// The method where no rule applies.
+    /// The method if no rule applies.
     #[serde(default)]
     pub default: Choice,
-    /// Exceptions; the last one that matches a head decides.
+    /// Exceptions; the last rule that matches a head applies.
     #[serde(default, rename = "rule", skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<Rule>,
 }
@@ -75,10 +74,10 @@ pub struct Recipe {
 pub struct Choice {
     /// Id of the method.
     pub method: String,
-    /// Its parameters, seeds among them; defaults where absent.
+    /// Its parameters, seeds among them; defaults if absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
-    /// The method for new tokens; the same as for prompts where absent.
+    /// The method for new tokens; the same as for prompts if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decode: Option<Decode>,
 }
@@ -89,10 +88,10 @@ pub struct Choice {
 pub struct Decode {
     /// Id of the method.
     pub method: String,
-    /// Its parameters, seeds among them; defaults where absent.
+    /// Its parameters, seeds among them; defaults if absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
-    /// Measurements from when it was chosen.
+    /// Measurements from its choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
 }
@@ -101,36 +100,36 @@ pub struct Decode {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rule {
-    /// Layers it holds for, counted from 0; all where absent.
+    /// Layers of the rule, counted from 0; all if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<Numbers>,
-    /// Query heads it holds for, counted from 0; all where absent.
+    /// Query heads of the rule, counted from 0; all if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub heads: Option<Numbers>,
     /// Id of the method.
     pub method: String,
-    /// Its parameters, seeds among them; defaults where absent.
+    /// Its parameters, seeds among them; defaults if absent.
     #[serde(default, skip_serializing_if = "Options::is_empty")]
     pub params: Options,
-    /// Measurements from when the rule was made.
+    /// Measurements from the making of the rule.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured: Option<Measured>,
-    /// The method for new tokens; the same as for prompts where absent.
+    /// The method for new tokens; the same as for prompts if absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub decode: Option<Decode>,
 }
 
-/// The figures that a rule was chosen by.
+/// The figures behind the choice of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Measured {
     /// Relative error of the heads' outputs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<f64>,
-    /// Time as a share of exact attention's; in decoding, keys read as a share of all.
+    /// Time as a share of exact attention's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cost: Option<f64>,
-    /// Divergence of the model's predictions with this rule alone, nats.
+    /// Divergence of the model's predictions with only this rule, nats.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl: Option<f64>,
 }
@@ -148,11 +147,11 @@ enum Written {
     List(Vec<usize>),
 }
 
-/// Numbers above this are refused, so that a range cannot exhaust memory.
+/// Largest number accepted, which keeps a range from exhausting memory.
 const MAX_NUMBER: usize = 1 << 16;
 
 impl Numbers {
-    /// Whether `n` is among them.
+    /// Returns true if the set contains `n`.
     pub fn contains(&self, n: usize) -> bool {
         self.0.contains(&n)
     }
@@ -162,7 +161,7 @@ impl Numbers {
         self.0.iter().copied()
     }
 
-    /// An error that says what there is if one of them is not below `n`.
+    /// Fails if a number is not below `n`; the error names the valid range.
     pub fn check(&self, what: &str, n: usize) -> Result<()> {
         match self.0.last() {
             Some(&last) if last >= n => {
@@ -288,19 +287,19 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// The same recipe with what methods learnt.
+    /// Returns the recipe with these calibrations.
     #[must_use]
     pub fn with_calibrations(mut self, calibrations: Arc<Calibrations>) -> Self {
         self.calibrations = calibrations;
         self
     }
 
-    /// The recipe as text.
+    /// Formats the recipe as TOML.
     pub fn to_toml(&self) -> Result<String> {
         toml::to_string(self).map_err(|e| Error::Recipe(e.to_string()))
     }
 
-    /// The method of one query head, with its settings.
+    /// Returns the method of one query head, with its settings.
     pub fn choice(&self, layer: usize, head: usize) -> (&str, &Options) {
         let matches = |numbers: &Option<Numbers>, n| numbers.as_ref().is_none_or(|x| x.contains(n));
         self.rules
@@ -310,14 +309,14 @@ impl Recipe {
             .map_or((&self.default.method, &self.default.params), |r| (&r.method, &r.params))
     }
 
-    /// The method of one query head for new tokens, where it is another than for prompts.
+    /// Returns the method of one query head for new tokens, if it differs from that for prompts.
     pub fn decode_choice(&self, layer: usize, head: usize) -> Option<&Decode> {
         let matches = |numbers: &Option<Numbers>, n| numbers.as_ref().is_none_or(|x| x.contains(n));
         let rule = self.rules.iter().rev().find(|r| matches(&r.layers, layer) && matches(&r.heads, head));
         rule.map_or(self.default.decode.as_ref(), |r| r.decode.as_ref())
     }
 
-    /// Whether exact attention in full precision attends everywhere.
+    /// Returns true if every head has exact attention in full precision.
     pub fn is_exact(&self) -> bool {
         let exact = |method: &str, params: &Options| method == registry::baseline().id && params.is_empty();
         let decodes = |d: &Option<Decode>| d.as_ref().is_none_or(|d| exact(&d.method, &d.params));
@@ -326,8 +325,8 @@ impl Recipe {
             && self.rules.iter().all(|r| exact(&r.method, &r.params) && decodes(&r.decode))
     }
 
-    /// Methods of one layer with `n_heads` query heads over `n_kv_heads` key heads. Whether they support it is
-    /// for the caller to ask.
+    /// Returns the methods of one layer with `n_heads` query heads over `n_kv_heads` key heads, without checking that
+    /// they support it.
     pub fn parts(&self, layer: usize, n_heads: usize, n_kv_heads: usize) -> Result<Vec<HeadRun>> {
         let size = n_heads / n_kv_heads.max(1);
         let mut runs: Vec<HeadRun> = Vec::new();
@@ -342,7 +341,7 @@ impl Recipe {
             let prompt = choice(id, options)?;
             let decode = self.decode_choice(layer, head).map(|d| choice(&d.method, &d.params)).transpose()?;
             match runs.last_mut() {
-                // Runs of equal choices inside a key head; whole key heads are joined below.
+                // Joins equal choices inside a key head; whole key heads are joined below.
                 Some(run) if run.groups.start == group && run.is(&prompt, decode.as_ref()) => {
                     run.heads.end = head + 1;
                 }
@@ -359,7 +358,7 @@ impl Recipe {
         Ok(join_whole_groups(runs, size))
     }
 
-    /// The methods of each layer of a causal model, or why one of them cannot attend.
+    /// Returns the methods of each layer of a causal model; the error gives the reasons why one cannot run.
     pub fn resolve(&self, config: &ModelConfig) -> Result<Vec<Vec<HeadRun>>> {
         for rule in &self.rules {
             if let Some(layers) = &rule.layers {
@@ -407,7 +406,7 @@ pub struct HeadRun {
     pub options: Options,
     /// Its calibration for this key head.
     pub calibration: Option<Arc<Calibration>>,
-    /// The method for new tokens, where it is another.
+    /// The method for new tokens, if it differs.
     pub decode: Option<Attending>,
     /// Query heads.
     pub heads: Range<usize>,
@@ -432,7 +431,7 @@ impl Attending {
         Ok(self.method.plan_with(problem, &self.options, self.calibration.as_deref())?)
     }
 
-    /// Whether this is exact attention.
+    /// Returns true if this is exact attention.
     pub fn is_baseline(&self) -> bool {
         std::ptr::eq(self.method, registry::baseline())
     }
@@ -443,7 +442,7 @@ impl Attending {
 }
 
 impl HeadRun {
-    /// The method for a prompt, or for a new token.
+    /// Returns the method for a prompt, or for a new token.
     pub fn attending(&self, decodes: bool) -> Attending {
         match &self.decode {
             Some(other) if decodes => other.clone(),
@@ -464,12 +463,12 @@ impl HeadRun {
         same && self.attending(false).is(prompt)
     }
 
-    /// Whether something of it was learnt for one key head alone.
+    /// Returns true if it has a calibration of a single key head.
     fn is_calibrated(&self) -> bool {
         self.calibration.is_some() || self.decode.as_ref().is_some_and(|d| d.calibration.is_some())
     }
 
-    /// Whether this is exact attention.
+    /// Returns true if this is exact attention.
     pub fn is_baseline(&self) -> bool {
         std::ptr::eq(self.method, registry::baseline())
     }
@@ -495,8 +494,8 @@ fn join_whole_groups(runs: Vec<HeadRun>, size: usize) -> Vec<HeadRun> {
     parts
 }
 
-/// Gives a method that asks for the rotary embedding of the model (`rope_base = model`, or positions in the cache without a
-/// base) the parameters of the layer's own.
+/// Fills in the layer's rotary parameters for a method that uses the model's embedding (`rope_base = model`, or
+/// positions in the cache without a base).
 fn fill_rope(method: &Method, options: &mut Options, c: &ModelConfig, layer: usize) -> Result<()> {
     let word = |name: &str| options.get(name).map(|v| v.to_string());
     let asked = match word("rope_base").as_deref() {
@@ -525,7 +524,7 @@ fn fill_rope(method: &Method, options: &mut Options, c: &ModelConfig, layer: usi
     }
 }
 
-/// Plans a short causal problem, so that a refusal comes with all its reasons before any work.
+/// Plans a short causal problem: a refusal then comes with all its reasons before any work.
 fn check_causal(choice: &Attending, part: &HeadRun, c: &ModelConfig, decodes: bool) -> Result<()> {
     let (heads, groups) = match choice.calibration {
         Some(_) => (part.heads.len(), part.groups.len()),

@@ -1,19 +1,19 @@
-//! Choosing the next token from logits.
+//! Sampling of the next token from logits.
 
 use crate::error::{Error, Result};
 use attlas_num::rng::{Rng, StreamKey};
 
-/// How tokens are chosen. Temperature first, then the `top_k` most likely, then of these the smallest set
+/// Settings of sampling: first the temperature, then the `top_k` most likely tokens, then the smallest set of these
 /// with probability `top_p`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Divides the logits; 0 always takes the most likely token.
+    /// Divisor of the logits; 0 always takes the most likely token.
     pub temperature: f64,
     /// Most tokens to choose from; `None` is all.
     pub top_k: Option<usize>,
-    /// Probability to choose within; `None` is all of it.
+    /// Total probability of the tokens to choose from; `None` is all of it.
     pub top_p: Option<f64>,
-    /// Names the random stream.
+    /// Seed of the random stream.
     pub seed: u64,
 }
 
@@ -22,7 +22,7 @@ impl Sampling {
     pub const GREEDY: Self = Self { temperature: 0.0, top_k: None, top_p: None, seed: 0 };
 }
 
-/// Draws tokens one after another.
+/// Sampler that draws tokens one after another.
 #[derive(Clone, Debug)]
 pub struct Sampler {
     options: Sampling,
@@ -30,7 +30,7 @@ pub struct Sampler {
 }
 
 impl Sampler {
-    /// A sampler at the start of its stream.
+    /// Creates a sampler at the start of its stream.
     pub fn new(options: Sampling) -> Result<Self> {
         if !(options.temperature >= 0.0 && options.temperature.is_finite()) {
             return Err(Error::invalid("temperature", options.temperature, "0 or a positive number"));
@@ -44,7 +44,7 @@ impl Sampler {
         Ok(Self { options, rng: StreamKey::new(options.seed).named("sampling").rng() })
     }
 
-    /// The next token. Logits that are not numbers are passed over; it is an error if none is finite.
+    /// Draws the next token. NaN logits are skipped; fails if no logit is finite.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32> {
         let best = argmax(logits)
             .filter(|&i| logits[i as usize].is_finite())
@@ -60,7 +60,7 @@ impl Sampler {
             .map(|(id, &l)| (id, weight(l)))
             .filter(|(_, w)| *w > 0.0)
             .collect();
-        // Likeliest first, lower ids first among equals: the draw does not depend on how ties are broken.
+        // Likeliest first, lower ids first among equals, which makes the draw deterministic.
         let order = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         if let Some(k) = self.options.top_k.filter(|&k| k < candidates.len()) {
             candidates.select_nth_unstable_by(k, order);
@@ -86,7 +86,7 @@ impl Sampler {
     }
 }
 
-/// Index of the largest number, the first among equals; `None` if there is none.
+/// Returns the index of the largest number, the first among equals; `None` if there is none.
 pub fn argmax(values: &[f32]) -> Option<u32> {
     let mut best: Option<(u32, f32)> = None;
     for (i, &v) in (0u32..).zip(values) {

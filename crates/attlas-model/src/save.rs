@@ -1,10 +1,9 @@
 //! Checkpoint folders that appear whole or not at all.
 //!
-//! A [`Folder`] is written beside its place, as `NAME.part-` with a random number, and moved there when everything is in
-//! it and on the disk. One that is dropped before that takes what was begun with it, and a place where something is
-//! already is refused. The part is locked while it is written: one that is not was left by a process that was killed, and
-//! the next one that writes to the same place removes it. Tensors are written row by row: no second copy of a model is
-//! held.
+//! A [`Folder`] is written beside its final path, as `NAME.part-` with a random number, and moved there once everything
+//! is in it and on disk. Dropping it earlier removes the part, and an existing path is refused. The part is locked
+//! while it is written: an unlocked one was left by a killed process, and the next process that writes to the same path
+//! removes it. Tensors are written row by row, without a second copy of the model.
 
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -21,9 +20,9 @@ use std::path::{Path, PathBuf};
 /// Source of a tensor to be written.
 #[derive(Clone, Debug)]
 enum Values<'a> {
-    /// As it is stored where the format has a place for that; quantised blocks in single precision.
+    /// As stored, if the file format supports it; quantised blocks in single precision.
     Stored(&'a Tensor),
-    /// The same, but quantised blocks as the bytes they are.
+    /// As stored, with quantised blocks as raw bytes.
     Blocks(&'a Tensor),
     /// Single precision.
     Dense(Cow<'a, [f32]>),
@@ -38,13 +37,13 @@ pub struct NamedTensor<'a> {
 }
 
 impl<'a> NamedTensor<'a> {
-    /// A tensor of a model, copied as it is; quantised blocks become single precision.
+    /// Wraps a tensor of a model, copied as stored; quantised blocks become single precision.
     pub fn stored(name: impl Into<String>, tensor: &'a Tensor) -> Self {
         Self { name: name.into(), shape: tensor.shape().to_vec(), values: Values::Stored(tensor) }
     }
 
-    /// A tensor of a model, copied as it is; quantised blocks become bytes of shape `[rows, bytes of a row]`, which other
-    /// programs do not understand.
+    /// Wraps a tensor of a model, copied as stored; quantised blocks become bytes of shape `[rows, bytes of a row]`,
+    /// which other programs cannot read.
     pub fn blocks(name: impl Into<String>, tensor: &'a Tensor) -> Self {
         if matches!(tensor.format(), Format::F32 | Format::F16 | Format::BF16) {
             return Self::stored(name, tensor);
@@ -54,7 +53,7 @@ impl<'a> NamedTensor<'a> {
         Self { name: name.into(), shape, values: Values::Blocks(tensor) }
     }
 
-    /// Numbers in single precision. Panics if there are not as many as the shape says.
+    /// Wraps numbers in single precision. Panics if their number does not match the shape.
     pub fn dense(name: impl Into<String>, shape: Vec<usize>, values: impl Into<Cow<'a, [f32]>>) -> Self {
         let values = values.into();
         assert_eq!(values.len(), shape.iter().product::<usize>(), "the shape of a tensor to write");
@@ -71,7 +70,7 @@ impl<'a> NamedTensor<'a> {
         &self.shape
     }
 
-    /// The element type in the file and its bytes.
+    /// Returns the element type in the file and its size in bytes.
     fn element(&self) -> (&'static str, usize) {
         match &self.values {
             Values::Stored(t) if t.format() == Format::F16 => ("F16", 2),
@@ -107,28 +106,28 @@ fn write_numbers(out: &mut impl Write, values: &[f32]) -> std::io::Result<()> {
     values.iter().try_for_each(|x| out.write_all(&x.to_le_bytes()))
 }
 
-/// Name of a GGUF file in the part where it is written.
+/// Name of a GGUF file inside the part.
 pub const GGUF: &str = "model.gguf";
 
-/// A file in every part that its writer holds a lock on.
+/// File in every part that its writer locks.
 const LOCK: &str = ".lock";
 
 /// A folder that is being written.
 #[derive(Debug)]
 pub struct Folder {
     path: PathBuf,
-    /// Where it is written; `None` once it has been moved.
+    /// Path of the part; `None` once it has been moved.
     part: Option<PathBuf>,
-    /// Says to others that the part is being written.
+    /// Lock that tells others that the part is being written.
     lock: Option<File>,
 }
 
 impl Folder {
-    /// Begins a folder that shall stand at `path`, where nothing may be yet. Parts that a killed process left are removed.
+    /// Begins a folder for `path`, which must not exist. Removes parts that a killed process left.
     pub fn create(path: &Path) -> Result<Self> {
         Self::check(path)?;
         parts_of(path).iter().filter(|part| state_of(part) == PartState::Left).for_each(|part| {
-            // What cannot be removed is in nobody's way.
+            // A leftover that cannot be removed does no harm.
             let _ = std::fs::remove_dir_all(part);
         });
         loop {
@@ -141,7 +140,7 @@ impl Folder {
                 other => other.map_err(failed)?,
             }
             let lock = File::create_new(part.join(LOCK)).map_err(failed)?;
-            // Another process may have taken it for a part that was left, before the lock was there.
+            // Before the lock existed, another process may have removed the part as a leftover.
             match lock.lock() {
                 Ok(()) if !part.join(LOCK).exists() => continue,
                 Ok(()) => {}
@@ -152,13 +151,13 @@ impl Folder {
         }
     }
 
-    /// An error if [`create`](Self::create) would refuse `path`: what takes long is better begun after asking.
+    /// Fails if [`create`](Self::create) would refuse `path`; call it before long work.
     pub fn check(path: &Path) -> Result<()> {
         if path.file_name().is_none() {
             let found = format!("{:?}", path.display().to_string());
             return Err(Error::invalid("the output folder", found, "the name of a new folder"));
         }
-        // A link that leads nowhere is something, too.
+        // A dangling link exists, too.
         if path.symlink_metadata().is_ok() {
             return Err(Error::Exists { path: path.to_path_buf() });
         }
@@ -169,7 +168,7 @@ impl Folder {
         if let Some(part) = parts_of(path).into_iter().find(|part| state_of(part) == PartState::Written) {
             return Err(Error::BeingWritten { path: path.to_path_buf(), part });
         }
-        // Whether anything can be written there is known by writing.
+        // Only writing shows that the folder is writable.
         let name = format!(".attlas-{:016x}", RandomState::new().build_hasher().finish());
         let probe = parent.join(name);
         std::fs::create_dir(&probe)
@@ -177,7 +176,7 @@ impl Folder {
             .map_err(|source| Error::Io { path: parent.to_path_buf(), source })
     }
 
-    /// Where the files are until they are moved.
+    /// Returns the path of the files until they are moved.
     pub fn path(&self) -> &Path {
         self.part.as_ref().unwrap_or(&self.path)
     }
@@ -207,7 +206,7 @@ impl Folder {
     /// Writes a safetensors file. Names must differ.
     pub fn tensors(&self, name: &str, tensors: &[NamedTensor<'_>]) -> Result<()> {
         let mut order: Vec<&NamedTensor<'_>> = tensors.iter().collect();
-        // Wide elements first, so that all are aligned; by name among equals, so that the file is reproducible.
+        // Wide elements first, which aligns all of them; by name among equals, for a reproducible file.
         order.sort_by_key(|t| (std::cmp::Reverse(t.element().1), t.name()));
         let mut header = serde_json::Map::new();
         header.insert("__metadata__".into(), json!({"format": "pt"}));
@@ -233,8 +232,8 @@ impl Folder {
         write().map_err(|source| Error::Io { path: path.clone(), source })
     }
 
-    /// Writes what a text is tokenised with: the files of the folder the model was opened from, or a `tokenizer.json`
-    /// and a `tokenizer_config.json` made of what a GGUF file carries.
+    /// Writes the tokeniser: the files of the model's folder, or a `tokenizer.json` and a `tokenizer_config.json` made
+    /// from a GGUF file's entries.
     pub fn tokenizer(&self, model: &Model) -> Result<()> {
         const FILES: [&str; 5] = [
             "tokenizer.json",
@@ -267,7 +266,7 @@ impl Folder {
         self.json("tokenizer_config.json", &settings)
     }
 
-    /// Moves the folder to its place; it is complete then.
+    /// Moves the complete folder to its path.
     pub fn finish(self) -> Result<()> {
         self.move_part(|part, place| {
             std::fs::remove_file(part.join(LOCK))?;
@@ -276,18 +275,18 @@ impl Folder {
         })
     }
 
-    /// Moves one file to the place of the folder, which is a file then, and removes the rest.
+    /// Moves a single file to the path instead of the folder, and removes the rest.
     pub fn finish_file(self, name: &str) -> Result<()> {
         self.move_part(|part, place| {
             std::fs::rename(part.join(name), place)?;
-            // What cannot be removed is in nobody's way.
+            // A leftover that cannot be removed does no harm.
             let _ = std::fs::remove_dir_all(part);
             Ok(())
         })
     }
 
     fn move_part(mut self, to: impl FnOnce(&Path, &Path) -> std::io::Result<()>) -> Result<()> {
-        // Nothing may have come there meanwhile.
+        // The path must still be free.
         if self.path.symlink_metadata().is_ok() {
             return Err(Error::Exists { path: self.path.clone() });
         }
@@ -310,7 +309,7 @@ fn parent_of(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// Parts of the folder at `path`, whoever writes or wrote them.
+/// Returns all parts of the folder at `path`, of any process.
 fn parts_of(path: &Path) -> Vec<PathBuf> {
     let Some(name) = path.file_name().and_then(|n| n.to_str()) else { return Vec::new() };
     let prefix = format!("{name}.part-");
@@ -323,11 +322,11 @@ fn parts_of(path: &Path) -> Vec<PathBuf> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PartState {
-    /// By a process that still runs.
+    /// Being written by a running process.
     Written,
-    /// By one that does not.
+    /// Left by a process that has ended.
     Left,
-    /// Something of the same name, or a file system that has no locks.
+    /// Something else of that name, or a file system without locks.
     Unknown,
 }
 
@@ -340,7 +339,7 @@ fn state_of(part: &Path) -> PartState {
     }
 }
 
-/// Syncs a folder, so that a rename in it survives a power failure.
+/// Syncs a folder, which lets a rename in it survive a power failure.
 fn sync_folder(folder: &Path) -> std::io::Result<()> {
     if !cfg!(unix) {
         return Ok(());
@@ -356,7 +355,7 @@ fn sync_folder(folder: &Path) -> std::io::Result<()> {
 impl Drop for Folder {
     fn drop(&mut self) {
         if let Some(part) = &self.part {
-            // There is nobody left to tell.
+            // An error cannot be reported from here.
             let _ = std::fs::remove_dir_all(part);
         }
     }
@@ -369,7 +368,7 @@ mod tests {
     use crate::tensor::Source;
     use std::sync::Arc;
 
-    /// A path in the system's folder for such things, at which nothing is.
+    /// Returns a free path in the system's temporary folder.
     fn place(name: &str) -> PathBuf {
         let path = std::env::temp_dir().join(format!("attlas-save-{}-{name}", std::process::id()));
         let _ = std::fs::remove_dir_all(&path);
@@ -432,7 +431,7 @@ mod tests {
         let folder = Folder::create(&path).unwrap();
         folder.file("x", b"1").unwrap();
         let part = folder.path().to_path_buf();
-        // What kill -9 leaves: the files without the lock.
+        // As after kill -9: the files without the lock.
         let Folder { lock, .. } = &mut *std::mem::ManuallyDrop::new(folder);
         drop(lock.take());
         let own = path.with_file_name(format!("{}.part", path.file_name().unwrap().to_string_lossy()));
@@ -454,7 +453,7 @@ mod tests {
         assert!(matches!(Folder::create(&path.join("mine")), Err(Error::Exists { .. })));
         assert!(matches!(Folder::create(&path.join("no/deeper")), Err(Error::Io { .. })));
         assert!(matches!(Folder::create(&path.join("..")), Err(Error::Invalid { .. })));
-        // Somebody was faster.
+        // Another process was faster.
         let late = place("late");
         let folder = Folder::create(&late).unwrap();
         std::fs::create_dir(&late).unwrap();

@@ -1,4 +1,4 @@
-//! Tensors in stored form: a range of bytes of a mapped file, and how to read it.
+//! Tensors in stored form: a range of bytes of a mapped file, with its format.
 
 use crate::error::{Error, Result};
 use attlas_num::kernels::quant::{Format, WeightRef};
@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The bytes of a file: mapped, or held in memory.
+/// The bytes of a file, mapped or in memory.
 #[derive(Debug)]
 pub enum Source {
     /// A mapped file.
@@ -50,8 +50,8 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// A tensor in `range` of `source`; `shape` is outermost first. `None` if the range is not exactly as
-    /// long as the tensor, or reaches past the end.
+    /// Creates a tensor from `range` of `source`; `shape` is outermost first. `None` if the range does not have exactly
+    /// the tensor's length, or exceeds the source.
     pub fn new(source: Arc<Source>, range: Range<usize>, format: Format, shape: Vec<usize>) -> Option<Self> {
         let (cols, outer) = shape.split_last()?;
         let rows = outer.iter().try_fold(1usize, |n, &d| n.checked_mul(d))?;
@@ -59,14 +59,14 @@ impl Tensor {
         Some(Self { source, range, format, shape })
     }
 
-    /// A matrix or vector of numbers held in memory.
+    /// Creates a matrix or vector in memory.
     pub fn from_f32(values: &[f32], shape: Vec<usize>) -> Option<Self> {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
         let range = 0..bytes.len();
         Self::new(Arc::new(Source::Owned(bytes)), range, Format::F32, shape)
     }
 
-    /// A tensor of bytes held in memory; `None` if they are not exactly as many as it takes.
+    /// Creates a tensor from bytes in memory; `None` if their number is not exactly the tensor's.
     pub fn owned(bytes: Vec<u8>, format: Format, shape: Vec<usize>) -> Option<Self> {
         let range = 0..bytes.len();
         Self::new(Arc::new(Source::Owned(bytes)), range, format, shape)
@@ -77,7 +77,7 @@ impl Tensor {
         &self.shape
     }
 
-    /// How it is stored.
+    /// Returns its storage format.
     pub fn format(&self) -> Format {
         self.format
     }
@@ -97,18 +97,18 @@ impl Tensor {
         self.shape[..self.shape.len() - 1].iter().product()
     }
 
-    /// As a matrix of rows.
+    /// Returns it as a matrix of rows.
     pub fn as_weight(&self) -> WeightRef<'_> {
         WeightRef::new(self.bytes(), self.format, self.rows(), self.cols())
             .expect("the constructor checked that the bytes fit the shape")
     }
 
-    /// Row `i` in single precision.
+    /// Writes row `i` to `out` in single precision.
     pub fn row_into(&self, i: usize, out: &mut [f32]) {
         self.as_weight().row_into(i, out);
     }
 
-    /// The rows in `range` as a matrix of their own, which shares the bytes; `None` if there are fewer.
+    /// Returns the rows in `range` as a matrix that shares the bytes; `None` if there are fewer.
     pub fn row_range(&self, range: Range<usize>) -> Option<Self> {
         let rows = self.rows();
         if range.start > range.end || range.end > rows {
@@ -119,7 +119,7 @@ impl Tensor {
         Self::new(self.source.clone(), bytes, self.format, vec![range.len(), self.cols()])
     }
 
-    /// A matrix of the rows named, copied as they are stored; `None` if one does not exist.
+    /// Returns a matrix of the given rows, copied as stored; `None` if one does not exist.
     pub fn some_rows(&self, rows: impl ExactSizeIterator<Item = usize>) -> Option<Self> {
         let (count, size) = (rows.len(), self.bytes().len().checked_div(self.rows()).unwrap_or(0));
         let mut bytes = Vec::with_capacity(count * size);

@@ -1,4 +1,4 @@
-//! The tensors of a model by role, whatever file they came from and whatever that file calls them.
+//! The tensors of a model by role, independent of the file format and its names.
 
 use crate::checkpoint::Tensors;
 use crate::config::{Architecture, ExpertConfig, HeadNorm, LatentConfig, ModelConfig, Norms};
@@ -43,12 +43,12 @@ pub struct DecoderWeights {
     pub layers: Vec<DecoderLayer>,
     /// Weight of the last norm.
     pub final_norm: Vec<f32>,
-    /// From hidden states to logits; shares the embedding's storage where the model is tied.
+    /// Map from hidden states to logits; shares the embedding's storage if the model is tied.
     pub output: Linear,
 }
 
 impl DecoderWeights {
-    /// Whether the embedding gives the logits, too.
+    /// Returns true if the embedding is also the output projection.
     pub(crate) fn is_tied(&self) -> bool {
         std::ptr::eq(self.output.weight().bytes(), self.embedding.bytes())
     }
@@ -57,45 +57,45 @@ impl DecoderWeights {
 /// One layer of a [`DecoderWeights`].
 #[derive(Clone, Debug)]
 pub struct DecoderLayer {
-    /// Norm before attention, where the family has one.
+    /// Norm before attention, if the family has one.
     pub attention_norm: Option<Vec<f32>>,
-    /// Norm of what attention adds to the residual stream, where the family has one.
+    /// Norm of attention's contribution to the residual stream, if the family has one.
     pub attention_post_norm: Option<Vec<f32>>,
-    /// Queries: `n_heads · head_dim` outputs. With a latent of queries, from that.
+    /// Queries: `n_heads · head_dim` outputs. With a latent of queries, its input is that latent.
     pub q: Linear,
     /// Keys: `n_kv_heads · head_dim` outputs. In latent attention, the latent and the shared key.
     pub k: Linear,
     /// Values: `n_kv_heads · head_dim` outputs. In latent attention, keys and values from the latent.
     pub v: Linear,
-    /// From concatenated heads back to the residual stream.
+    /// Map from concatenated heads back to the residual stream.
     pub o: Linear,
-    /// Norm of each query head or of all of them, as it is long, where the family has one.
+    /// Norm of each query head or of all together, by its length, if the family has one.
     pub q_norm: Option<Vec<f32>>,
-    /// Norm of each key head or of all of them, where the family has one.
+    /// Norm of each key head or of all together, if the family has one.
     pub k_norm: Option<Vec<f32>>,
-    /// A logit for each head beside those of the keys, where the family has it; it brings no value.
+    /// Extra logit per head beside those of the keys, without a value, if the family has it.
     pub sinks: Option<Vec<f32>>,
-    /// Latent attention made of the maps above, where the family has it.
+    /// Latent attention made of the maps above, if the family has it.
     pub latent: Option<Arc<LatentAttention>>,
     /// Attention of another kind, where the checkpoint has it; the maps above are its own then, as far as it has them.
     pub attention: Option<Attention>,
-    /// Norm before the feed-forward layer, where the family has one.
+    /// Norm before the feed-forward layer, if the family has one.
     pub ffn_norm: Option<Vec<f32>>,
-    /// Norm of what the feed-forward layer adds to the residual stream, where the family has one.
+    /// Norm of the feed-forward layer's contribution to the residual stream, if the family has one.
     pub ffn_post_norm: Option<Vec<f32>>,
-    /// Experts, of which every token passes through a few, where the layer has them. What follows is the expert of every
-    /// token then, of width zero where there is none.
+    /// Experts, if the layer has them. The next fields are then the expert of every token, of width zero if there is
+    /// none.
     pub experts: Option<Arc<Experts>>,
     /// Gate of the feed-forward layer.
     pub gate: Linear,
     /// The gated map.
     pub up: Linear,
-    /// Back to the residual stream.
+    /// Map back to the residual stream.
     pub down: Linear,
 }
 
 impl DecoderLayer {
-    /// The layer that attends as a whole, where attention is not made of methods.
+    /// Returns the layer that attends as a whole, if attention is not made of methods.
     pub fn whole(&self) -> Option<&dyn Layer> {
         let latent = self.latent.as_deref().map(|l| l.layer() as &dyn Layer);
         latent.or_else(|| self.attention.as_ref().map(|a| &*a.layer))
@@ -126,7 +126,7 @@ pub struct EncoderLayer {
     pub k: Linear,
     /// Values.
     pub v: Linear,
-    /// From concatenated heads back to the residual stream.
+    /// Map from concatenated heads back to the residual stream.
     pub o: Linear,
     /// Norm after attention.
     pub attention_norm: LayerNorm,
@@ -150,7 +150,7 @@ pub struct LayerNorm {
 }
 
 impl Weights {
-    /// Finds and checks every tensor that `config` asks for.
+    /// Finds and checks every tensor that `config` requires.
     pub fn collect(config: &ModelConfig, tensors: &Tensors, naming: Naming) -> Result<Self> {
         let seen = RefCell::new(HashSet::new());
         let beyond_one = config.architecture.traits().norms_beyond_one && naming == Naming::HuggingFace;
@@ -165,8 +165,8 @@ impl Weights {
     }
 }
 
-/// An error if the file has a tensor that nothing asked for. What is known to be of no use to a model that is run is
-/// passed over: copies of constants, heads of other tasks, and layers that predict further tokens.
+/// Fails if the file has an unused tensor. Tensors known to be irrelevant to inference are ignored: copies of
+/// constants, heads of other tasks, and layers that predict further tokens.
 fn all_read(c: &ModelConfig, tensors: &Tensors, seen: &HashSet<String>) -> Result<()> {
     if tensors.is_factored() {
         return Ok(());
@@ -196,7 +196,7 @@ fn all_read(c: &ModelConfig, tensors: &Tensors, seen: &HashSet<String>) -> Resul
 }
 
 impl Weights {
-    /// Whether a layer attends in another way than by the heads that the configuration describes.
+    /// Returns true if a layer's attention differs from the configuration's heads.
     pub fn has_other_attention(&self) -> bool {
         match self {
             Self::Decoder(w) => w.layers.iter().any(|l| l.whole().is_some()),
@@ -204,7 +204,7 @@ impl Weights {
         }
     }
 
-    /// Whether a map of a layer is a product of factors.
+    /// Returns true if a map of a layer is a product of factors.
     pub fn has_products(&self) -> bool {
         self.maps().any(Linear::is_product)
     }
@@ -242,9 +242,9 @@ fn prefix(tensors: &Tensors, config: &ModelConfig, naming: Naming) -> &'static s
 struct Finder<'a> {
     tensors: &'a Tensors,
     prefix: &'static str,
-    /// Norms are stored as what they are beyond one.
+    /// True if norms are stored minus one.
     beyond_one: bool,
-    /// The names that were asked for.
+    /// The names requested so far.
     seen: &'a RefCell<HashSet<String>>,
 }
 
@@ -268,7 +268,7 @@ impl Finder<'_> {
         Ok(self.tensor(name, &[len])?.to_f32())
     }
 
-    /// The weight of a norm, of which some files store what it is beyond one.
+    /// Reads the weight of a norm, which some files store minus one.
     fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>> {
         let mut weight = self.vector(name, len)?;
         if self.beyond_one {
@@ -277,7 +277,7 @@ impl Finder<'_> {
         Ok(weight)
     }
 
-    /// `name.weight` and, if the file has it, `name.bias`.
+    /// Reads `name.weight` and, if the file has it, `name.bias`.
     fn linear(&self, name: &str, outputs: usize, inputs: usize) -> Result<Linear> {
         let full = format!("{}{name}", self.prefix);
         if let Some(map) = self.tensors.map(&full) {
@@ -314,7 +314,7 @@ impl Finder<'_> {
         let scales = part("scales", vec![count, rows, cols / 32])?;
         let mut bytes = Vec::with_capacity(scales.len() * 17);
         for (scale, block) in scales.iter().zip(blocks.as_chunks::<16>().0) {
-            // Neighbours share a byte here; there, number j shares one with number j + 16.
+            // Neighbours share a byte here; in ggml, number j shares one with number j + 16.
             let number = |t: usize| block[t / 2] >> (4 * (t % 2)) & 15;
             bytes.push(*scale);
             bytes.extend((0..16).map(|t| number(t) | number(t + 16) << 4));
@@ -323,7 +323,7 @@ impl Finder<'_> {
         Tensor::owned(bytes, Format::Mxfp4, vec![count, rows, cols]).ok_or_else(wrong)
     }
 
-    /// Maps that are rows of one matrix, one after another.
+    /// Splits the rows of one matrix into several maps.
     fn fused(&self, name: &str, outputs: &[usize], inputs: usize) -> Result<Vec<Linear>> {
         let all = self.linear(name, outputs.iter().sum(), inputs)?;
         let mut end = 0;
@@ -357,7 +357,7 @@ impl Finder<'_> {
         Ok(layer)
     }
 
-    /// The attention of a layer, where the checkpoint says that it is of another kind.
+    /// Returns the attention of a layer, if the checkpoint has another kind for it.
     fn attention(&self, layer: usize, width: usize) -> Result<Option<Attention>> {
         let Some(attention) = self.tensors.attention(layer) else { return Ok(None) };
         let found = attention.layer.shape().d_model;
@@ -392,7 +392,7 @@ pub(crate) struct DecoderNames {
     pub(crate) gate: &'static str,
     pub(crate) up: &'static str,
     pub(crate) down: &'static str,
-    /// Queries, keys and values in one, and gate and up in one.
+    /// Queries, keys and values in one matrix, and gate and up in one.
     qkv: &'static str,
     gate_up: &'static str,
 }
@@ -547,7 +547,7 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
             down: mlp.down,
         });
     }
-    // The output projection never stands behind the prefix of the body.
+    // The output projection never has the prefix of the body.
     let bare = Finder { prefix: "", ..*finder };
     let output = match naming {
         _ if c.tied => None,
@@ -559,7 +559,7 @@ fn decoder(c: &ModelConfig, finder: &Finder<'_>, naming: Naming) -> Result<Decod
     Ok(DecoderWeights { final_norm: finder.norm(names.final_norm, d)?, embedding, layers, output })
 }
 
-/// The experts of a layer, and the one of every token, of width zero where there is none.
+/// Reads the experts of a layer, and the expert of every token, of width zero if there is none.
 fn mixture(
     c: &ModelConfig,
     e: &ExpertConfig,
@@ -628,7 +628,7 @@ fn mixture(
     let shared_gate = if c.architecture != Architecture::Qwen2Moe {
         None
     } else if naming == Naming::Gguf {
-        // llama.cpp keeps it as a vector.
+        // llama.cpp stores it as a vector.
         let row = finder.vector(&name(&format!("{shared_gate}.weight")), d)?;
         Tensor::from_f32(&row, vec![1, d]).and_then(|t| Linear::new(t, None))
     } else {
@@ -643,8 +643,8 @@ fn mixture(
     Ok((experts, shared))
 }
 
-/// The experts of gpt-oss in a Hugging Face folder: gate and up alternate in one map, and all experts are in one tensor,
-/// of numbers with the inputs before the outputs, or of blocks of four bits row by row.
+/// Reads the experts of gpt-oss from a Hugging Face folder: gate and up alternate in one map, and all experts are in
+/// one tensor, either of numbers with inputs before outputs, or of four-bit blocks row by row.
 fn alternating(e: &ExpertConfig, d: usize, finder: &Finder<'_>, name: &str) -> Result<Vec<Mlp>> {
     let width = e.width;
     let bias = |part: &str, rows: usize| {
@@ -678,8 +678,8 @@ fn alternating(e: &ExpertConfig, d: usize, finder: &Finder<'_>, name: &str) -> R
         .collect()
 }
 
-/// Every matrix of a stack `[n, cols, rows]` transposed: `[n, rows, cols]`, element by element as stored; `None` where
-/// elements are in blocks.
+/// Transposes every matrix of a stack `[n, cols, rows]` to `[n, rows, cols]`, elements as stored; `None` if they are in
+/// blocks.
 fn transposed(stack: &Tensor) -> Option<Tensor> {
     let &[n, cols, rows] = stack.shape() else { return None };
     let format = stack.format();
@@ -699,36 +699,36 @@ fn transposed(stack: &Tensor) -> Option<Tensor> {
     Tensor::owned(bytes, format, vec![n, rows, cols])
 }
 
-/// Latent attention with the maps it is made of.
+/// Latent attention with its maps.
 #[derive(Debug)]
 pub struct LatentAttention {
     layer: Latent,
     maps: LatentMaps,
-    /// Everything else that the layer was made of.
+    /// The other settings of the layer.
     settings: (LayerShape, latent::Params, Option<Rope>),
 }
 
 /// The maps of latent attention and the weights of its norms.
 #[derive(Clone, Debug)]
 pub struct LatentMaps {
-    /// To the latent of queries, where there is one.
+    /// Map to the latent of queries, if there is one.
     pub q_a: Option<Linear>,
     /// Norm of that latent.
     pub q_a_norm: Option<Vec<f32>>,
-    /// To queries, from hidden states or from their latent.
+    /// Map to queries, from hidden states or from their latent.
     pub q: Linear,
-    /// To latent and shared key.
+    /// Map to latent and shared key.
     pub kv_a: Linear,
     /// Norm of the latent.
     pub kv_a_norm: Option<Vec<f32>>,
-    /// To keys and values of the heads.
+    /// Map to keys and values of the heads.
     pub kv_b: Linear,
-    /// From concatenated heads back to the residual stream.
+    /// Map from concatenated heads back to the residual stream.
     pub o: Linear,
 }
 
 impl LatentAttention {
-    /// The layer that the maps make; an error if their shapes do not belong together.
+    /// Builds the layer from its maps; an error if their shapes do not match.
     pub fn new(
         shape: LayerShape,
         params: latent::Params,
@@ -753,7 +753,7 @@ impl LatentAttention {
         Ok(Self { layer: Latent::new(shape, params, rope, weights)?, maps, settings })
     }
 
-    /// The same layer of other maps.
+    /// Returns the same layer with other maps.
     pub fn with_maps(&self, maps: LatentMaps) -> Result<Self> {
         let (shape, params, rope) = self.settings.clone();
         Self::new(shape, params, rope, maps)
@@ -770,7 +770,7 @@ impl LatentAttention {
     }
 }
 
-/// Latent attention of a layer.
+/// Reads the latent attention of a layer.
 fn latent_attention(
     c: &ModelConfig,
     finder: &Finder<'_>,
@@ -832,7 +832,7 @@ fn latent_attention(
         rope_base: rope.base,
         scale_factor,
         norm_eps: match naming {
-            // The class of transformers has a constant of its own there, llama.cpp one for all norms.
+            // The class of transformers has a separate constant here, llama.cpp one for all norms.
             Naming::HuggingFace => latent::Params::default().norm_eps,
             Naming::Gguf => c.norm_eps,
         },
@@ -841,7 +841,7 @@ fn latent_attention(
     LatentAttention::new(shape, params, Some(rope.clone()), maps)
 }
 
-/// Keys and values from the latent where a GGUF file keeps them apart, the maps of keys transposed; `None` where not.
+/// Reads the maps to keys and values that a GGUF file stores separately, keys transposed; `None` if it does not.
 fn split_kv_b(c: &ModelConfig, l: LatentConfig, finder: &Finder<'_>, layer: &str) -> Result<Option<Linear>> {
     let name = |part: &str| format!("{layer}.{part}.weight");
     let Some(keys) = finder.optional(&name("attn_k_b"), &[c.n_heads, l.rank, l.nope])? else {
@@ -854,7 +854,7 @@ fn split_kv_b(c: &ModelConfig, l: LatentConfig, finder: &Finder<'_>, layer: &str
     map.map(Some).ok_or_else(|| Error::MissingTensor { name: name("attn_k_b") })
 }
 
-/// One map to keys and values of all heads, of keys, transposed, and values apart.
+/// Joins keys, transposed, and values into one map for all heads.
 pub(crate) fn join_kv_b(keys: &[f32], values: &[f32], l: LatentConfig) -> Vec<f32> {
     let mut rows = Vec::with_capacity(keys.len() + values.len());
     for (keys, values) in keys.chunks_exact(l.rank * l.nope).zip(values.chunks_exact(l.v_dim * l.rank)) {

@@ -1,4 +1,4 @@
-//! Decoding allocates nothing for a token, once its buffers are there.
+//! Once its buffers exist, decoding a token allocates nothing.
 
 mod common;
 
@@ -8,7 +8,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// The system's allocator, counted while `COUNTS`.
+/// The system's allocator, which counts calls while `COUNTS` is set.
 struct Counting;
 
 static COUNTS: AtomicBool = AtomicBool::new(false);
@@ -43,7 +43,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Calls of the allocator while `steps` tokens are decoded after a prompt and some tokens that warm up.
+/// Returns the calls of the allocator while `steps` tokens are decoded after a prompt and some warm-up tokens.
 fn calls(model: &Arc<Model>, compute: Compute, threads: usize, steps: u32) -> usize {
     let schedule = Schedule { threads, ..Schedule::default() };
     let mut decoder = Decoder::new(model.clone(), &Recipe::default(), schedule).unwrap();
@@ -61,14 +61,14 @@ fn calls(model: &Arc<Model>, compute: Compute, threads: usize, steps: u32) -> us
     CALLS.load(Ordering::Relaxed)
 }
 
-// One test alone in this file: others would be counted with it.
+// Only one test in this file: others would be counted, too.
 #[test]
 fn a_token_allocates_nothing() {
     let model = Arc::new(Model::open(&common::smollm2()).unwrap());
     for compute in Compute::ALL {
         for threads in [1, 2] {
-            // The queue through which work enters a pool of threads is made of blocks of 31 places, and two passes of a token
-            // enter it: one through the layers, one to the logits.
+            // The queue into a thread pool consists of blocks of 31 slots, and each token enters it twice: for the
+            // layers and for the logits.
             let steps = 31;
             let queue = 2 * steps as usize / 31 + 1;
             let found = calls(&model, compute, threads, steps);

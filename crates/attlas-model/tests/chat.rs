@@ -1,4 +1,4 @@
-//! The chat template that SmolLM2's file carries.
+//! The chat template in SmolLM2's file.
 
 mod common;
 

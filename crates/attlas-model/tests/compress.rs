@@ -19,19 +19,19 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// A path at which nothing is.
+/// Returns a free path.
 fn place(name: &str) -> PathBuf {
     let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("compress-{name}"));
     let _ = std::fs::remove_dir_all(&path);
     path
 }
 
-/// A grouped-query model of two layers with widths that do not divide one another.
+/// Returns a grouped-query model of two layers whose widths do not divide each other.
 fn small(name: &str) -> Model {
     small_with(name, Value::Null, &[]).unwrap()
 }
 
-/// The same with a section `attlas` and more tensors of these shapes.
+/// Returns the same model with a section `attlas` and more tensors of these shapes.
 fn small_with(name: &str, section: Value, more: &[(&str, [usize; 2])]) -> Result<Model, Error> {
     let path = place(name);
     let folder = Folder::create(&path).unwrap();
@@ -82,7 +82,7 @@ fn threads() -> Workspace {
     Workspace::new(Schedule { threads: 2, ..Schedule::default() }).unwrap()
 }
 
-/// Logits of all tokens, in one piece and in two of which the second is decoded token by token.
+/// Returns the logits of all tokens: in one piece, and in two pieces with the second decoded token by token.
 fn logits(model: &Arc<Model>, tokens: &[u32], split: usize) -> Vec<f32> {
     let mut decoder = Decoder::on(model.clone(), &Recipe::default(), &threads()).unwrap();
     let (mut all, mut hidden) = (Vec::new(), Vec::new());
@@ -103,7 +103,7 @@ fn worst(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max) / size
 }
 
-/// Converts the matrices given, writes and opens again.
+/// Converts the given matrices, writes the model and reopens it.
 fn through(
     model: &Model,
     id: &str,
@@ -122,7 +122,7 @@ fn through(
 #[test]
 fn what_loses_nothing_predicts_the_same_at_once_and_token_by_token() {
     let folder = small("exact-source");
-    // Queries and keys of this one are stored with rotated pairs beside one another, and some blocks are quantised.
+    // This model stores queries and keys with neighbouring rotated pairs, and some quantised blocks.
     let gguf = Model::from_gguf_bytes(tiny_llama().bytes()).unwrap();
     let set = Options::new;
     for (which, model) in [("folder", Arc::new(folder)), ("gguf", Arc::new(gguf))] {
@@ -165,7 +165,7 @@ fn a_lossy_form_runs_as_its_dense_weights_would() {
     assert!(worst(&a, &logits(&model, &tokens, 19)) > 1e-2, "the last layers were changed");
     let (Weights::Decoder(d), Weights::Decoder(f)) = (&dense.weights, &factors.weights) else { panic!() };
     assert!(!d.layers[1].gate.is_product() && f.layers[1].gate.is_product());
-    // Eight terms: gate and up share what acts first.
+    // Eight terms: gate and up share their first factor.
     let saved = flops_per_token(&dense, 19) - flops_per_token(&factors, 19);
     let (full, thin) = (2 * 3 * 16 * 24, 2 * (8 * 16 + 2 * 8 * 24 + 8 * (24 + 16)) + 3 * 8);
     assert_eq!(saved, full - thin);
@@ -335,7 +335,7 @@ fn shapes_of_factors_that_lie_are_errors() {
     let mut ranked = layer;
     ranked["0"]["options"]["rank"] = 5.into();
     refused("lies-rank", "attention", ranked, &narrow, "with 5 outputs");
-    // Rows without columns can be as many as a file says.
+    // A file can claim any number of rows without columns.
     let map = json!({MAP: [{"tensor": "a"}, {"tensor": "b", "slices": 16}, {"tensor": "c"}]});
     let empty = [("a", [0, 16]), ("b", [1 << 60, 0]), ("c", [16, 0])];
     refused("lies-empty", "maps", map, &empty, "do not fit");
@@ -406,14 +406,14 @@ fn layer(id: &str, width: usize) -> Value {
     json!({"0": {"layer": id, "shape": [width, 4, 4, 4, 4], "weights": {}}})
 }
 
-/// The encoder of the page, 40 paragraphs, and what it makes of them.
+/// The encoder of the page, 40 paragraphs, and their embeddings.
 struct Original {
     model: Model,
     batch: Batch,
     embeddings: Vec<Vec<f32>>,
 }
 
-/// Opened and run once for all tests.
+/// Opens and runs it once for all tests.
 fn original() -> &'static Original {
     static ORIGINAL: OnceLock<Original> = OnceLock::new();
     ORIGINAL.get_or_init(|| {
@@ -444,7 +444,8 @@ fn embed(model: &Model, batch: &Batch) -> Vec<Vec<f32>> {
     encoder.embed(batch, registry::baseline(), &Options::new(), &mut threads()).unwrap()
 }
 
-/// The cosines between embeddings of 40 paragraphs by another encoder and by the original: mean and least.
+/// Returns the mean and the smallest cosine between the embeddings of 40 paragraphs by another encoder and by the
+/// original.
 fn cosines(changed: &Model) -> (f64, f64) {
     let Original { batch, embeddings, .. } = original();
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
@@ -452,7 +453,7 @@ fn cosines(changed: &Model) -> (f64, f64) {
     (all.iter().sum::<f64>() / all.len() as f64, all.iter().copied().fold(f64::INFINITY, f64::min))
 }
 
-/// Fails unless mean and least cosine are the page's, within `tolerance`.
+/// Fails unless mean and smallest cosine equal the page's within `tolerance`.
 fn assert_cosines(changed: &Model, want: (f64, f64), tolerance: (f64, f64), what: &str) {
     let (mean, least) = cosines(changed);
     assert!(
@@ -480,7 +481,7 @@ fn an_encoder_in_collaborative_form_keeps_its_embeddings_as_the_page_says() {
         for (loss, want) in fewer.rewritten.losses.iter().zip(errors) {
             assert!((loss.rel_error - want).abs() < 5e-3, "{}: {}", loss.what, loss.rel_error);
         }
-        // With the temperature of the layer it stands for, then with that of the public code.
+        // With the temperature of the replaced layer, then with that of the public code.
         for (temperature, want) in ["original", "from_rank"].into_iter().zip(kept) {
             for a in fewer.rewritten.attention.values_mut() {
                 a.options.set("temperature", temperature);
@@ -526,7 +527,7 @@ fn key_heads_of_a_real_model_share_as_little_as_the_page_says() {
         let found = errors.iter().sum::<f64>() / 60.0;
         // The page gives two digits.
         assert!((found - mean).abs() < 1e-2, "rank {rank}: {found}");
-        // One matrix shares more than the page's range, 0.373 at rank 2.
+        // One matrix is outside the page's range, 0.373 at rank 2.
         let inside = errors.iter().filter(|e| range.contains(*e)).count();
         assert!(inside >= 59, "rank {rank}: {errors:?}");
     }
@@ -556,8 +557,8 @@ fn blocks_with_shared_bases_have_the_errors_and_embeddings_of_the_page() {
         assert!(loss.what.starts_with("72 blocks") && shared.rewritten.losses.len() == 1);
         assert_eq!(loss.after, numbers);
         assert!((loss.rel_error - error).abs() < 1e-3, "{id} {rank}: {}", loss.rel_error);
-        // Embeddings of a model that is gone tell bases of almost equal error apart: at R = 256 the error changes by less
-        // than 1e-4 between one sweep and eight, the mean by 0.015 and the least by 0.02.
+        // At such errors embeddings distinguish bases of almost equal error: at R = 256 the error changes by less than
+        // 1e-4 between one sweep and eight, the mean cosine by 0.015 and the smallest by 0.02.
         assert_cosines(&shared.model(Elements::F32).unwrap(), kept, (2e-2, 3e-2), &format!("{id} {rank}"));
     }
 }
@@ -646,13 +647,13 @@ fn a_model_without_a_folder_is_the_one_that_is_written() {
                 assert_eq!(memory, written, "{which} {id} {elements:?}");
             }
         }
-        // Parts of a model that were made one by one are those of the whole.
+        // Parts of a model converted one by one equal those converted together.
         let conversion = registry::conversion("svd").unwrap();
         let options = set().with("rank", 3);
         let whole = compress(&model, conversion, &options, None, None, &|_, _| ()).unwrap();
         let mut parts = Compressed::unchanged(&model, conversion, &options).unwrap();
         let before = logits(&Arc::new(parts.model(Elements::F32).unwrap()), &tokens, 17);
-        // Features of rotated heads stand in another order, in which they are summed.
+        // Features of rotated heads have another order, and are summed in that order.
         assert!(worst(&logits(&model, &tokens, 17), &before) < 1e-5, "{which}: nothing is changed");
         for layer in (0..model.config.n_layers).rev() {
             let one = compress(&model, conversion, &options, Some(&[layer]), None, &|_, _| ()).unwrap();
@@ -688,7 +689,7 @@ fn factors_fitted_to_a_text_predict_it_better_than_those_fitted_to_nothing() {
     assert!(gap(Some(&learnt), 16) < 1e-3, "full rank");
     let (seen, blind) = (gap(Some(&learnt), 6), gap(None, 6));
     assert!(seen < blind, "{seen} and {blind}");
-    // Moments of what is not asked for are not kept, and encoders read texts.
+    // Only the requested moments are kept, and encoders read texts.
     let part =
         Learnt::read(&model, read, Some(&[1]), Some(&[Role::Down]), &threads(), &mut |_, _| (), &go_on);
     let part = part.unwrap();

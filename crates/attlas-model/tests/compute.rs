@@ -1,4 +1,4 @@
-//! Products in narrow types: what they cost, and where they are not had.
+//! Products in narrow types: their error, and the formats without them.
 
 mod common;
 
@@ -13,7 +13,7 @@ fn decoder(model: &Arc<Model>, compute: Compute) -> Decoder {
     decoder
 }
 
-/// The logits of every position, fed in chunks.
+/// Returns the logits of every position, fed in chunks.
 fn logits(decoder: &mut Decoder, tokens: &[u32], chunk: usize) -> Vec<f32> {
     let (mut all, mut hidden) = (Vec::new(), Vec::new());
     for part in tokens.chunks(chunk) {
@@ -25,7 +25,7 @@ fn logits(decoder: &mut Decoder, tokens: &[u32], chunk: usize) -> Vec<f32> {
     all
 }
 
-/// Norm of a difference over the norm of what it is a difference to.
+/// Returns the norm of the difference over the norm of the reference.
 fn relative(a: &[f32], b: &[f32]) -> f64 {
     assert_eq!(a.len(), b.len());
     let squares = |x: &mut dyn Iterator<Item = f64>| x.map(|x| x * x).sum::<f64>().sqrt();
@@ -49,9 +49,9 @@ fn narrow_products_move_logits_by_their_rounding() {
         let whole = logits(&mut narrow, tokens, 60);
         let cost = relative(&whole, &exact);
         assert!(cost > 0.0 && cost < most, "{compute}: {cost}");
-        // One token, a few and many go through three kernels that add in other orders. Where a sum lies near the middle of two
-        // whole numbers it is rounded to the other one, and thirty layers make that as large as the rounding itself: the three
-        // are no closer to each other than to exact products, and equally far from these.
+        // One token, a few and many use three kernels that add in different orders. A sum near the middle of two
+        // integers may round differently, and thirty layers amplify that to the size of the rounding itself: the three
+        // results are no closer to each other than to exact products, and equally far from those.
         for chunk in [1, 7] {
             let other = logits(&mut decoder(&model, compute), tokens, chunk);
             let far = relative(&other, &exact);

@@ -1,4 +1,4 @@
-//! Conversion to latent attention on a small random model: what is exact is exact, and what is written opens again.
+//! Conversion to latent attention on a small random model: exact stages are exact, and the written model reopens.
 
 use attlas::conversions::mla::{Calibration, Params, Stage};
 use attlas::{Schedule, Workspace};
@@ -97,7 +97,7 @@ fn calibrated(model: &Arc<Model>, hidden_of: &Arc<Model>, n: usize) -> Vec<Calib
     calibrate(model, hidden_of, &tokens, 32, true, &threads, &mut |_, _| {}, &go_on).unwrap()
 }
 
-/// The logits of every position.
+/// Returns the logits of every position.
 fn logits(model: &Arc<Model>) -> Vec<f32> {
     let schedule = Schedule { threads: 1, ..Schedule::default() };
     let mut decoder = Decoder::new(model.clone(), &Recipe::default(), schedule).unwrap();
@@ -130,7 +130,7 @@ fn stages_lose_nothing_until_rotations_are_dropped() {
     assert!(gap(&at(&low, Stage::LowRank), &partial) > 1e-3);
 }
 
-/// Writes a model and opens it again.
+/// Writes a model and reopens it.
 fn rewritten(model: &Model, name: &str) -> Arc<Model> {
     let path = folder(name);
     let folder = Folder::create(&path).unwrap();
@@ -158,7 +158,7 @@ fn a_written_checkpoint_opens_and_gives_the_same_logits() {
         assert_eq!(model.config.latent, latents.model.config.latent);
         assert_eq!((&model.config.eos, model.config.tied), (&source.config.eos, true));
         assert!(gap(&logits(&model), &want) < 1e-5);
-        // Queries lose nothing but what a narrow latent costs them.
+        // Queries lose only through the narrow latent.
         let without = convert(&source, &params, Stage::LowRank, &calibration, None, false).unwrap();
         let without = logits(&Arc::new(without.model));
         assert_eq!(gap(&without, &want) < 1e-4, rank_q.is_none(), "{family}");
@@ -227,7 +227,7 @@ fn biases_of_feed_forward_layers_are_written_under_a_name_that_no_other_class_ha
 fn moments_are_those_of_the_projections_on_whichever_hidden_states_enter() {
     let source = write_source("convert-again", "llama");
     let first = calibrated(&source, &source, 200);
-    // Merging changes nothing, so that the moments on its hidden states are the same to rounding.
+    // Merging changes nothing: the moments on its hidden states are the same up to rounding.
     let params = Params { rank: Some(8), fold: Some(1), ..Params::default() };
     let at = |stage| Arc::new(convert(&source, &params, stage, &first, None, false).unwrap().model);
     let logits_with = |again: &[Calibration]| {

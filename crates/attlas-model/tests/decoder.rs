@@ -1,5 +1,5 @@
 //! The causal runtime on SmolLM2-135M: reference perplexities, logits and continuations of independent
-//! implementations, and the laws that hold between ways of running it.
+//! implementations, and the invariants between ways of running it.
 
 mod common;
 
@@ -52,7 +52,7 @@ fn assert_perplexity(nlls: &[f64], reference: f64) {
 
 #[test]
 fn perplexities_of_512_and_2048_tokens_are_the_reference_ones() {
-    // No token sees a later one, so the short window is the beginning of the long one.
+    // No token attends to a later one: the short window is the beginning of the long one.
     let nlls = nlls(&alice_tokens(2048));
     assert_perplexity(&nlls[..511], 24.276);
     assert_perplexity(&nlls, 19.783);
@@ -215,7 +215,7 @@ fn approximate_methods_attend_in_prompts_and_where_they_stream_in_decoding() {
     assert!(largest_difference(&exact, &prompt) > 0.05, "two keys are too few");
 }
 
-/// Checks the extraction oracle: attention recomputed from queries, keys and values gives what the heads gave.
+/// Observer that recomputes attention from queries, keys and values and compares it with the heads' outputs.
 struct Recompute {
     layer: usize,
     q: Vec<f32>,
@@ -287,7 +287,7 @@ fn attention_recomputed_from_what_is_observed_reproduces_the_heads() {
     }
 }
 
-/// Keeps the residual stream before every layer, and may put other rows in place of one head's.
+/// Observer that keeps the residual stream before every layer, and may replace the rows of one head.
 #[derive(Default)]
 struct Again {
     residuals: Vec<Vec<f32>>,
@@ -326,7 +326,7 @@ fn layers_run_again_from_the_middle_give_the_same_and_changed_heads_something_el
         decoder.forward_from(layer, &seen.residuals[layer], &mut again, &mut change).unwrap();
         assert!(largest_difference(&again, &whole) > 1e-3, "layer {layer}");
     }
-    // The tokens can still be taken as if nothing had been.
+    // The decoder can still take the tokens as before.
     decoder.forward(&tokens[64..], Rows::All, &mut again).unwrap();
     assert!(largest_difference(&again, &whole) < 1e-4);
 }

@@ -17,7 +17,7 @@ fn distance(a: &[f32], b: &[f32]) -> f64 {
     1.0 - dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
 
-/// Ids and reference embeddings of the golden texts, after checking that the tokeniser gives these ids.
+/// Returns ids and reference embeddings of the golden texts, and checks that the tokeniser gives these ids.
 fn texts(model: &Model) -> Vec<(Vec<u32>, Vec<f32>)> {
     let golden = golden("minilm.json");
     let texts = golden["texts"].as_array().unwrap().iter();

@@ -1,4 +1,5 @@
-//! Models written as GGUF files: what llama.cpp's layout holds is read again as the same model, the rest is refused.
+//! Models written as GGUF files: those that llama.cpp's layout can express are read back as the same model, others are
+//! refused.
 
 mod common;
 
@@ -48,7 +49,7 @@ fn logits(model: &Arc<Model>) -> Vec<f32> {
 
 fn gap(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    // A logit that is no number is no agreement.
+    // A NaN logit is no agreement.
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |most, x| if x <= most { most } else { x })
 }
 
@@ -60,7 +61,7 @@ fn a_file_is_written_as_it_was_read() {
     assert_eq!(again.config, model.config);
     let text = "ab a cab";
     assert_eq!(again.tokenizer.encode(text, true).unwrap(), model.tokenizer.encode(text, true).unwrap());
-    // Quantised blocks stay what they are.
+    // Quantised blocks stay unchanged.
     let bytes = std::fs::read(&path).unwrap();
     let gguf = Gguf::parse(&bytes).unwrap();
     assert_eq!(gguf.tensor("blk.0.attn_q.weight").unwrap().format.name(), "Q4_1");
@@ -80,7 +81,7 @@ fn factors_of_a_folder_are_multiplied_out_and_its_rotated_pairs_put_in_the_order
     assert!(gap(&want, &logits(&model)) > 1e-2, "the rank is lossy");
     let file = place("export-svd.gguf");
     compressed.write(&file, Elements::F32).unwrap();
-    // The tokeniser is that of the file in one case, and made of the folder's in the other.
+    // The tokeniser comes from the file in one case, and from the folder in the other.
     for opened in [Arc::new(Model::open(&file).unwrap()), written(&folder, "export-twice.gguf").1] {
         assert!(!opened.weights.has_products());
         assert!(gap(&logits(&opened), &want) < 1e-4);
@@ -120,7 +121,7 @@ fn latents_are_written_as_deepseek2_with_norms_that_do_nothing() {
         }
         assert_eq!(gguf.tensor("blk.0.attn_k_b.weight").unwrap().shape, [4, 14, 8]);
         assert_eq!(gguf.tensor("blk.0.attn_v_b.weight").unwrap().shape, [4, 8, 14]);
-        // Narrower, the file is the model rounded alike; maps to latents keep the range of a single.
+        // In narrower types the file is the equally rounded model; maps to latents keep the range of single precision.
         for (elements, to_latent, to_heads) in
             [(Elements::F16, "BF16", "F16"), (Elements::Bf16, "BF16", "BF16"), (Elements::Q8, "BF16", "Q8_0")]
         {

@@ -23,7 +23,7 @@ fn random(name: &str, scale: f64, shift: f64) -> impl Fn(usize) -> f32 + use<> {
     move |i| (shift + scale * values[i % values.len()]) as f32
 }
 
-/// A model of two layers, with what `architecture` asks for.
+/// Returns a model of two layers with the tensors that `architecture` requires.
 fn model(architecture: &str, window: Option<u32>) -> Arc<Model> {
     let key = |k: &str| format!("{architecture}.{k}");
     let tokens: Vec<String> = ["<s>", "a", "b", "c", "ab", "Ġ", "Ġa", "</s>"].map(str::to_owned).to_vec();
@@ -102,7 +102,7 @@ fn rotate(x: &mut [f64], position: usize, base: f64, layout: Layout) {
     }
 }
 
-/// The logits of every position, straight from the formulas.
+/// Returns the logits of every position, directly from the formulas.
 fn reference(model: &Model, tokens: &[u32]) -> Vec<Vec<f64>> {
     let c = &model.config;
     let Weights::Decoder(w) = &model.weights else { panic!("a decoder") };
@@ -165,7 +165,7 @@ fn reference(model: &Model, tokens: &[u32]) -> Vec<Vec<f64>> {
     x.iter().map(|x| apply(&w.output, &rms_norm(x, &w.final_norm, c.norm_eps))).collect()
 }
 
-/// The logits of every position from the runtime, fed in `chunks`.
+/// Returns the logits of every position from the runtime, fed in `chunks`.
 fn logits(model: &Arc<Model>, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
     let schedule = Schedule { threads: 2, ..Schedule::default() };
     let mut decoder = Decoder::new(model.clone(), &Recipe::default(), schedule).unwrap();

@@ -80,7 +80,7 @@ fn contexts_grow_past_the_trained_one_where_positions_are_extrapolated() {
         let tokens: Vec<u32> =
             json["tokens"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
         for (key, chunks) in [("logits", &[20usize][..]), ("decoded", &[1; 20])] {
-            // Where frequencies do not follow the length, decoding gives what the prompt does.
+            // If frequencies do not follow the length, decoding equals the prompt.
             let rows = json[key].as_array().or(json["logits"].as_array()).unwrap();
             let want: Vec<f32> = rows.iter().flat_map(numbers).collect();
             let got = logits(&model, &tokens, chunks);
@@ -122,7 +122,7 @@ fn a_plain_rotation_is_stretched_past_the_trained_context() {
     );
 }
 
-/// Two sets of frequencies: a prompt takes those of its length, a token those of the context that it ends.
+/// Two sets of frequencies: a prompt uses those of its length, a token those of the context that it ends.
 #[test]
 fn long_rope_changes_its_frequencies_with_the_length() {
     let folder = folder("phi3_long");
@@ -141,8 +141,8 @@ fn long_rope_changes_its_frequencies_with_the_length() {
     }
 }
 
-/// Where a family caps its logits, methods that cannot are refused, and one more logit is honoured by every method that
-/// has a log-sum-exp.
+/// If a family caps its logits, methods that cannot are refused; every method with a log-sum-exp includes an extra
+/// logit.
 #[test]
 fn caps_are_never_dropped_and_sinks_are_honoured_by_other_methods() {
     let tokens: Vec<u32> = (0..5).collect();
@@ -157,7 +157,7 @@ fn caps_are_never_dropped_and_sinks_are_honoured_by_other_methods() {
     };
     let error = run("gemma2", "performer", &[]).unwrap_err().to_string();
     assert!(error.contains("capped at 2"), "{error}");
-    // Within the window, a method that sees every key gives what exact attention gives, sinks included.
+    // Within the window, a method that keeps every key equals exact attention, including sinks.
     let want = run("gpt_oss", "exact", &[]).unwrap();
     for (method, options) in [("top_k", &[("keys", "5")][..]), ("naive", &[]), ("quest", &[])] {
         let got = run("gpt_oss", method, options).unwrap();

@@ -1,4 +1,4 @@
-//! Files that lie: every corruption is an error or a model, never a panic.
+//! Malformed files: every corruption gives an error or a model, never a panic.
 
 mod common;
 
@@ -49,7 +49,7 @@ fn corrupt(bytes: &[u8], rng: &mut Rng) -> Vec<u8> {
     out
 }
 
-/// Uses everything of a model that a caller could use.
+/// Uses every part of a model that a caller can use.
 fn exercise(model: &Model) {
     let ids = model.tokenizer.encode("ab a <s>c\u{e9}", true).unwrap_or_default();
     let _ = model.tokenizer.decode(&ids, false);

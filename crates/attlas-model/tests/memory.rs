@@ -16,7 +16,7 @@ fn decoder(name: &str, recipe: &Recipe) -> Decoder {
     Decoder::new(model(name), recipe, Schedule { threads: 2, ..Schedule::default() }).unwrap()
 }
 
-/// The logits of every position, fed in chunks.
+/// Returns the logits of every position, fed in chunks.
 fn logits(decoder: &mut Decoder, tokens: &[u32], chunks: &[usize]) -> Vec<f32> {
     let (mut all, mut hidden, mut start) = (Vec::new(), Vec::new(), 0);
     for &n in chunks {
@@ -34,7 +34,7 @@ fn gap(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
 
-/// Norm of a difference over the norm of what it is a difference to.
+/// Returns the norm of the difference over the norm of the reference.
 fn relative(a: &[f32], b: &[f32]) -> f32 {
     let squares = |x: &mut dyn Iterator<Item = f32>| x.map(|x| x * x).sum::<f32>().sqrt();
     squares(&mut a.iter().zip(b).map(|(a, b)| a - b)) / squares(&mut b.iter().copied())
@@ -56,7 +56,7 @@ fn streams_decode_without_keys_what_they_decode_with_them() {
         assert!(gap(&got, &want) < 1e-3, "{chunks:?}: {}", gap(&got, &want));
         assert!(lean.decoding().iter().all(|l| !l.keeps_keys));
     }
-    // What is held does not grow with the tokens.
+    // The state does not grow with the tokens.
     let mut lean = decoder("granite", &recipe);
     lean.forget_keys().unwrap();
     logits(&mut lean, &tokens, &[8]);
@@ -94,14 +94,14 @@ fn a_method_of_its_own_for_new_tokens_decodes_where_it_has_a_stream() {
     assert_eq!(found.decodes_exactly(), Vec::<usize>::new());
     let text = format!("version = 1\n{}[[rule]]\nlayers = [1]\nmethod = 'smyrf'\n", rule("[0]", "exact"));
     let found = decoder("granite", &Recipe::from_toml(&text).unwrap());
-    // Exact attention is asked for in layer 0, and takes the place of a method in layer 1 alone.
+    // The recipe sets exact attention in layer 0; it replaces a method only in layer 1.
     assert_eq!(found.decodes_exactly(), [1]);
 }
 
 #[test]
 fn packed_caches_cost_their_rounding_whenever_tokens_are_read() {
     let tokens = tokens(20);
-    // Windows and one more logit for each head among them.
+    // They include windows and an extra logit per head.
     for name in ["granite", "gemma3", "gpt_oss"] {
         let exact = logits(&mut decoder(name, &Recipe::default()), &tokens, &[20]);
         for format in [CacheFormat::Bf16, CacheFormat::Q8] {
@@ -125,7 +125,7 @@ fn packed_caches_cost_their_rounding_whenever_tokens_are_read() {
                 bytes <= full.cache_bytes() / 2 || format == CacheFormat::Q8 && bytes < full.cache_bytes()
             );
         }
-        // Going back and reading again gives the same.
+        // Truncating and reading again gives the same result.
         let mut decoder = decoder(name, &Recipe::default());
         decoder.pack_keys(CacheFormat::Bf16).unwrap();
         let first = logits(&mut decoder, &tokens, &[20]);

@@ -113,7 +113,7 @@ fn alice_in_wonderland_has_its_published_tokens_and_comes_back() {
 fn random_texts_survive_byte_level_bpe() {
     let (gguf, _) = open_gguf(&smollm2()).unwrap();
     let t = Tokenizer::from_gguf(&gguf).unwrap();
-    // Some bytes have no token in this vocabulary; texts that need them cannot come back.
+    // Some bytes have no token in this vocabulary; texts with them cannot be restored.
     let known = |c: &char| {
         let mut buffer = [0; 4];
         t.decode(&t.encode(c.encode_utf8(&mut buffer), true).unwrap(), false).unwrap() == c.to_string()
@@ -182,7 +182,7 @@ fn a_written_tokenizer_makes_the_tokens_of_the_gguf_file() {
 #[test]
 fn word_pieces_from_gguf_metadata_equal_those_of_the_folder() {
     let vocab = std::fs::read_to_string(minilm().join("vocab.txt")).unwrap();
-    // llama.cpp's converter: continuations lose their marks, word starts get one.
+    // As in llama.cpp's converter, continuations lose their marks and word starts get one.
     let special = |t: &str| t.starts_with('[') && t.ends_with(']');
     let spelled: Vec<String> = vocab
         .lines()

@@ -1,4 +1,4 @@
-//! The door: which schedule, whether it can be done, and the run.
+//! Entry point: chooses the schedule, checks support, and runs it.
 
 use crate::{Element, Layout, Sharded, Traffic, Transport, Wire, gather, ring, scan, sort};
 use attlas::method::Needs;
@@ -19,27 +19,27 @@ pub struct Parts<'a, T> {
     pub k: &'a Sharded<T>,
     /// `[batch, n_kv_heads, n_k, d_v]`.
     pub v: &'a Sharded<T>,
-    /// Valid keys of each sequence, which are its first; with a causal mask queries past them are padding, too
-    /// ([`Align::Start`]). All keys where absent.
+    /// Number of valid keys of each sequence, counted from its start; with a causal mask, queries past them are
+    /// padding, too ([`Align::Start`]). All keys if absent.
     pub key_lens: Option<&'a [usize]>,
 }
 
-/// The rows of this process, and what they took.
+/// The output rows of this process, with the traffic and counts.
 #[derive(Clone, Debug)]
 pub struct Answer<T> {
     /// `[batch, n_heads, rows, d_v]`, rows as in the queries' part.
     pub o: Vec<T>,
-    /// Log-sum-exp of each row, where the method has one.
+    /// Log-sum-exp of each row, if the method has one.
     pub lse: Option<Vec<T>>,
     /// Run record of this process.
     pub info: RunInfo,
-    /// Bytes this process sent, and the time it waited.
+    /// Bytes sent by this process, and the time it waited.
     pub traffic: Traffic,
 }
 
-/// How queries and keys are best cut: stripes with a causal mask, since late rows see more keys; pieces without one, and
-/// where all rows are as much work because they read sums. Borders do not cut the blocks of a method that has such.
-/// [`attend`] takes stripes and pieces from all methods with a causal mask.
+/// Returns the best layouts of queries and keys: stripes with a causal mask, because late rows attend to more keys;
+/// pieces without one, and if all rows are equal work because they read sums. Borders do not cut a method's blocks.
+/// With a causal mask, [`attend`] accepts stripes and pieces for all methods.
 pub fn layouts(problem: &Problem, method: &Method, options: &Options, processes: usize) -> [Layout; 2] {
     let pieces = [problem.n_q, problem.n_k].map(|n| Layout::contiguous(n, processes));
     match (problem.mask, method.claims.spread) {
@@ -49,7 +49,7 @@ pub fn layouts(problem: &Problem, method: &Method, options: &Options, processes:
     }
 }
 
-/// Tokens that may not lie on two processes with a causal mask: those of one block.
+/// Returns the tokens of one block, which must not be divided between processes with a causal mask.
 pub(crate) fn block(method: &Method, options: &Options) -> usize {
     match method.claims.spread {
         Spread::Scan { block: Some(param) } => number(method, options, param).unwrap_or(1),
@@ -57,18 +57,18 @@ pub(crate) fn block(method: &Method, options: &Options) -> usize {
     }
 }
 
-/// A whole number that is set, or its default.
+/// Returns the value of an integer parameter, or its default.
 pub(crate) fn number(method: &Method, options: &Options, param: &str) -> Option<usize> {
     let given = options.get(param).map(|v| v.to_string());
     let default = || method.params.iter().find(|p| p.name == param).map(|p| (p.default)().to_string());
     given.or_else(default)?.parse().ok()
 }
 
-/// Whether keys on several processes can be attended to, and if not, all the reasons.
+/// Checks support for keys on several processes; if it is missing, returns all the reasons.
 pub fn support(problem: &Problem, method: &Method, options: &Options, padded: bool) -> Support {
     let mut support = method.support(problem, options);
     if let (Spread::Ring { window: None, .. }, true) = (method.claims.spread, support.is_yes()) {
-        // What each process does: its queries and another one's keys.
+        // The problem of each process: its queries and another one's keys.
         let rectangle = Problem { mask: Mask::None, ..problem.with_lens(problem.n_q, problem.n_k / 2) };
         support = method.support(&rectangle, options);
     }
@@ -102,8 +102,8 @@ pub fn support(problem: &Problem, method: &Method, options: &Options, padded: bo
         .and_unless(method.claims.needs == Needs::Calibration, "calibrations are not sent to other processes")
 }
 
-/// Attends with this process's queries to the keys of all processes. Every process calls it with the same problem, method
-/// and options, and its own part of the data.
+/// Attends with this process's queries to the keys of all processes. Every process calls it with the same problem,
+/// method and options, and with its own part of the data.
 pub fn attend<T: Element>(
     t: &dyn Transport,
     problem: &Problem,
@@ -143,7 +143,7 @@ pub fn attend<T: Element>(
     let before = t.traffic();
     let mut answer = match method.claims.spread {
         Spread::Ring { window: None, shared } => {
-            // Methods that sort rows are among those whose rows share what they read.
+            // Methods that sort rows are among those whose rows share a budget of keys.
             let whole = shared.is_empty() || t.size() == 1 || x.key_lens.is_some();
             let plan = if whole { None } else { Some(method.plan(p, options)?) };
             match plan.as_ref().and_then(|plan| plan.sorted_rule()) {
@@ -164,7 +164,7 @@ fn expect(what: &'static str, dims: [usize; 4], want: [usize; 4]) -> Result<()> 
     if dims == want { Ok(()) } else { Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}"))) }
 }
 
-/// Rows of one process that parts over disjoint keys are merged into.
+/// Rows of one process into which parts over disjoint keys are merged.
 #[derive(Debug)]
 pub(crate) struct Rows<T> {
     pub(crate) o: Vec<T>,
@@ -176,7 +176,7 @@ pub(crate) struct Rows<T> {
 }
 
 impl<T: Element> Rows<T> {
-    /// Rows that have seen nothing yet.
+    /// Creates rows without any key.
     pub(crate) fn new(p: &Problem, rows: usize) -> Self {
         let heads = p.batch * p.n_heads;
         Self {
@@ -189,14 +189,15 @@ impl<T: Element> Rows<T> {
         }
     }
 
-    /// Whether rows `range` have seen nothing yet.
+    /// Returns true if rows `range` have no key yet.
     fn is_new(&self, range: &Range<usize>) -> bool {
         self.lse
             .chunks_exact(self.rows.max(1))
             .all(|l| l[range.clone()].iter().all(|&l| l == T::NEG_INFINITY))
     }
 
-    /// Merges a part over other keys, for rows `range` of every head; `o` and `lse` hold `step ≥ range.len()` rows a head.
+    /// Merges a part over other keys, for rows `range` of every head; `o` and `lse` have `step ≥ range.len()` rows per
+    /// head.
     pub(crate) fn merge(&mut self, range: Range<usize>, o: &[T], lse: &[T], step: usize, ws: &Workspace) {
         let (rows, d_v, len) = (self.rows, self.d_v, range.len());
         if len == 0 || self.heads == 0 {
@@ -214,7 +215,7 @@ impl<T: Element> Rows<T> {
         });
     }
 
-    /// Has `work` write rows `range` of every head: in place where these are all rows, in storage of their own otherwise.
+    /// Lets `work` write rows `range` of every head: in place if these are all rows, otherwise in separate storage.
     pub(crate) fn write(
         &mut self,
         range: Range<usize>,
@@ -238,7 +239,7 @@ impl<T: Element> Rows<T> {
         Ok(info)
     }
 
-    /// Rows that are padding see nothing.
+    /// Clears rows of padding.
     pub(crate) fn clear(&mut self, batch: usize, heads_each: usize, rows: Range<usize>) {
         for h in batch * heads_each..(batch + 1) * heads_each {
             let from = h * self.rows;
@@ -252,7 +253,8 @@ impl<T: Element> Rows<T> {
     }
 }
 
-/// Runs a plan of `method` on one rectangle: some queries and some keys. Merges rows `at` of `rows` with what it finds.
+/// Runs a plan of `method` on one rectangle, some queries and some keys, and merges the result into rows `at` of
+/// `rows`.
 pub(crate) fn rectangle<T: Element>(
     rows: &mut Rows<T>,
     at: Range<usize>,
@@ -283,7 +285,7 @@ pub(crate) fn rectangle<T: Element>(
     Ok(info)
 }
 
-/// Where the rows of each piece begin among those of its process.
+/// Returns the offset of each piece's rows among those of its process.
 pub(crate) fn starts(pieces: &[Range<usize>]) -> Vec<usize> {
     let mut at = 0;
     pieces

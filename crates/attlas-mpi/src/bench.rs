@@ -1,7 +1,7 @@
 //! Times of one sequence over all processes.
 //!
-//! Before each run all processes meet; its time is that of the slowest. Inputs are drawn for every token by its place, so
-//! that each process draws its own part, and the same sequence lies on any number of processes.
+//! A barrier precedes each run, whose time is that of the slowest process. Inputs depend only on a token's position:
+//! each process draws its own part, and the sequence is the same on any number of processes.
 
 use crate::attend::{Parts, attend, layouts, support};
 use crate::{Layout, Sharded, SpreadCache, Traffic, Transport, Wire};
@@ -25,17 +25,17 @@ pub struct Row {
     pub n: usize,
     /// Width of heads.
     pub d: usize,
-    /// Seconds of each run: those of the slowest process.
+    /// Seconds of each run, by the slowest process.
     pub seconds: Vec<f64>,
     /// Their median.
     pub median: f64,
-    /// How keys and values travelled.
+    /// Form in which keys and values travelled.
     pub wire: Wire,
     /// Bytes that all processes sent in one run.
     pub bytes: u64,
-    /// Seconds that the process waited which waited longest, in the run with the median time.
+    /// Longest waiting time of a process in the run with the median time, seconds.
     pub waited: f64,
-    /// Work of the process with most of it over the mean, in counted pairs.
+    /// Largest work of a process over the mean, in counted pairs.
     pub balance: f64,
 }
 
@@ -44,13 +44,13 @@ pub struct Row {
 pub struct Settings {
     /// Timed runs.
     pub runs: usize,
-    /// How keys and values travel.
+    /// Form in which keys and values travel.
     pub wire: Wire,
     /// Seed of the inputs.
     pub seed: u64,
 }
 
-/// This process's part of a sequence of random numbers.
+/// Draws this process's part of a random sequence.
 fn draw(
     seed: u64,
     name: &'static str,
@@ -77,7 +77,7 @@ struct Run {
     traffic: Traffic,
 }
 
-/// Runs of all processes as one: the time of the slowest, all bytes, the longest waiting.
+/// Joins the reports of all processes: the slowest time, all bytes, the longest waiting time.
 fn join(t: &dyn Transport, own: Run) -> Run {
     let message = serde_json::to_vec(&own).unwrap_or_default();
     let all = t.gather_all(&message);
@@ -98,12 +98,12 @@ fn join(t: &dyn Transport, own: Run) -> Run {
 pub struct Link {
     /// Microseconds of a message of a few bytes.
     pub us: f64,
-    /// Billions of bits a second that a process sends and at the same time receives, in long messages.
+    /// Billions of bits per second that a process sends while it receives as many, in long messages.
     pub gbps: f64,
 }
 
-/// Measures messages round the ring, all processes at once as in a schedule; the slowest process counts. None where there is
-/// nobody to send to.
+/// Measures messages round the ring, all processes at once as in a schedule; the slowest process counts. None for a
+/// single process.
 pub fn link(t: &dyn Transport) -> Option<Link> {
     const SHORT: (usize, usize) = (8, 200);
     const LONG: (usize, usize) = (16 << 20, 3);
@@ -112,7 +112,7 @@ pub fn link(t: &dyn Transport) -> Option<Link> {
         return None;
     }
     let (to, from) = ((rank + 1) % size, (rank + size - 1) % size);
-    // Seconds of one message: the best of a few rounds, since others may use the machine.
+    // Seconds of one message: the best of a few rounds, because others may use the machine.
     let message = |(bytes, count): (usize, usize)| {
         let (send, mut recv) = (vec![1u8; bytes], vec![0u8; bytes]);
         let mut best = f64::INFINITY;
@@ -129,7 +129,8 @@ pub fn link(t: &dyn Transport) -> Option<Link> {
     Some(Link { us: short * 1e6, gbps: LONG.0 as f64 * 8e-9 / (long - short).max(1e-12) })
 }
 
-/// Measures a method on one sequence over all processes, or says why it cannot be done. Every process gets the same row.
+/// Measures a method on one sequence over all processes; the error gives the reasons if it cannot run. Every process
+/// gets the same row.
 pub fn measure(
     t: &dyn Transport,
     problem: &Problem,
@@ -153,7 +154,7 @@ pub fn measure(
     let v = draw(seed, "values", [p.batch, p.n_kv_heads, p.d_v], k_layout, rank)?;
     let parts = Parts { q: &q, k: &k, v: &v, key_lens: None };
     let mut runs = Vec::new();
-    // The first is not counted: memory is touched for the first time.
+    // The first run does not count: it touches memory for the first time.
     for _ in 0..=settings.runs {
         t.barrier();
         let begun = Instant::now();
@@ -172,7 +173,7 @@ pub fn measure(
     Ok(Ok(row(t, method.id, schedule, (p.n_k, p.d), runs, settings.wire, balance)))
 }
 
-/// Measures one token at a time over a cache of `problem.n_k` tokens that lies on all processes.
+/// Measures one token at a time over a cache of `problem.n_k` tokens divided among all processes.
 pub fn measure_decode(
     t: &dyn Transport,
     problem: &Problem,
@@ -235,7 +236,7 @@ fn row(
     }
 }
 
-/// Bytes of the state that a process of a scan sends, or of the stand-ins of one of a gather; 0 for a ring.
+/// Returns the bytes that a process sends: its state in a scan, its representative keys in a gather; 0 for a ring.
 pub fn state_bytes(problem: &Problem, method: &'static Method, options: &Options) -> Result<f64> {
     let p = problem.with_lens(problem.n_q.min(256), problem.n_k.min(256));
     let plan = method.plan(&p, options)?;

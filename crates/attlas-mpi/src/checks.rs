@@ -1,5 +1,5 @@
 //! Checks for any transport and any number of processes: run by the tests on threads, and on the processes of `mpirun`.
-//! Every check is called by all processes and gives each of them the first difference it found.
+//! All processes call every check, and each gets the first difference it found.
 
 use crate::{Layout, Parts, Sharded, SpreadCache, Transport, Wire, attend, layouts, support};
 use attlas::method::Budget;
@@ -44,7 +44,7 @@ impl Whole {
         ])
     }
 
-    /// One process.
+    /// Computes the output on one process.
     fn alone(&self, method: &Method, options: &Options, lens: Option<&[usize]>) -> attlas::Result<Vec<f64>> {
         let p = &self.p;
         let [q, k, v] = self.tensors()?;
@@ -57,7 +57,7 @@ impl Whole {
         Ok(o)
     }
 
-    /// All processes: the whole output on each of them, and the bytes that this one sent.
+    /// Computes the output on all processes; returns the whole output and the bytes that this process sent.
     fn spread(
         &self,
         t: &dyn Transport,
@@ -78,7 +78,7 @@ impl Whole {
     }
 }
 
-/// The largest difference of two lists, relative to the larger of one and the number; NaN matches NaN.
+/// Returns the largest difference of two lists, relative to the larger of one and the number; NaN matches NaN.
 fn difference(a: &[f64], b: &[f64]) -> f64 {
     let one = |(a, b): (&f64, &f64)| {
         if a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan() {
@@ -96,7 +96,7 @@ fn words(error: attlas::Error) -> String {
     error.to_string()
 }
 
-/// Lengths that are awkward for `size` processes.
+/// Returns lengths that are awkward for `size` processes.
 fn lengths(size: usize) -> Vec<usize> {
     let mut all = vec![1, size.saturating_sub(1).max(1), 2 * size + 1, 61, 130];
     all.dedup();
@@ -112,20 +112,20 @@ fn masks(method: &Method) -> impl Iterator<Item = Mask> {
     [Mask::None, Mask::Causal].into_iter().filter(move |m| *m == Mask::None || causal)
 }
 
-/// Settings to try: the defaults and the probes.
+/// Returns the settings to try: the defaults and the probes.
 fn settings(method: &Method) -> Vec<Options> {
     let probe =
         |list: &&[(&str, &str)]| list.iter().fold(Options::new(), |o, (name, value)| o.with(name, *value));
     std::iter::once(Options::new()).chain(method.probes.iter().map(probe)).collect()
 }
 
-/// Methods with a schedule.
+/// Returns the methods with a schedule.
 pub fn scheduled() -> impl Iterator<Item = &'static Method> {
     registry::METHODS.iter().copied().filter(|m| m.claims.spread.name().is_some())
 }
 
-/// Every method whose answer is determined equals one process: exact attention and what chooses keys by position to
-/// 1e-12, sums over keys and blocks of rows that are sorted together to 1e-9.
+/// Every method with a deterministic result equals one process: exact attention and methods that choose keys by
+/// position to 1e-12, sums over keys and blocks of jointly sorted rows to 1e-9.
 pub fn one_process(t: &dyn Transport) -> Found {
     let mut compared = Vec::new();
     for method in scheduled() {
@@ -143,7 +143,7 @@ pub fn one_process(t: &dyn Transport) -> Found {
                     continue;
                 }
                 let (found, _) = match x.spread(t, method, &options, None, Wire::Full) {
-                    // Settings under which a method is no sum over keys.
+                    // Under these settings the method is no sum over keys.
                     Err(attlas::Error::Unsupported { .. }) if scan => continue,
                     other => other.map_err(|e| format!("{name}: {e}"))?,
                 };
@@ -176,8 +176,8 @@ pub fn one_process(t: &dyn Transport) -> Found {
     Ok(())
 }
 
-/// Methods that approximate: with a budget that covers everything they are exact attention, and constant values come back
-/// where weights sum to one.
+/// Approximate methods: with a budget that covers every key they equal exact attention, and constant values are
+/// preserved if weights sum to one.
 pub fn approximations(t: &dyn Transport) -> Found {
     let mut tried = Vec::new();
     for method in scheduled().filter(|m| !matches!(m.claims.spread, Spread::Scan { .. })) {
@@ -213,7 +213,7 @@ pub fn approximations(t: &dyn Transport) -> Found {
                     let (found, _) = constant
                         .spread(t, method, &options, None, Wire::Full)
                         .map_err(|e| format!("{name}: {e}"))?;
-                    // Rows that saw no key of their bucket are zero.
+                    // Rows without a key in their bucket are zero.
                     let off = found.iter().any(|&o| o != 0.0 && (o - 0.75).abs() > 1e-9);
                     if off {
                         return Err(format!("{name}: constant values did not come back"));
@@ -229,7 +229,7 @@ pub fn approximations(t: &dyn Transport) -> Found {
     Ok(())
 }
 
-/// No later token moves a row by a bit, across the borders of processes, also where it is NaN or infinite.
+/// No later token changes a bit of a row, across the borders of processes, even if it is NaN or infinite.
 pub fn leaks(t: &dyn Transport) -> Found {
     let n = 8 * t.size() + 3;
     for method in scheduled().filter(|m| m.claims.causal) {
@@ -284,7 +284,7 @@ pub fn padding(t: &dyn Transport) -> Found {
             } else {
                 Options::new().with("sinks", 2).with("window", 5)
             };
-            // Without a mask, the window of a padded sequence stands at its own end.
+            // Without a mask, the window of a padded sequence is aligned to its own end.
             if id == "sink_window" && mask == Mask::None {
                 continue;
             }
@@ -302,7 +302,7 @@ pub fn padding(t: &dyn Transport) -> Found {
     Ok(())
 }
 
-/// Queries and keys of different numbers, and what is refused.
+/// Different numbers of queries and keys, and refused problems.
 pub fn shapes(t: &dyn Transport) -> Found {
     let exact = registry::baseline();
     for (n_q, n_k) in [(1, 40), (40, 1), (7, 23)] {
@@ -325,7 +325,7 @@ pub fn shapes(t: &dyn Transport) -> Found {
     Ok(())
 }
 
-/// The same bits again, rounded keys on the wire, and bytes of a scan that do not depend on the length.
+/// Runs repeat bit for bit, keys can be rounded on the wire, and the bytes of a scan do not depend on the length.
 pub fn wires(t: &dyn Transport) -> Found {
     let exact = registry::baseline();
     let x = Whole::draw(sizes(101, Mask::Causal), 6);
@@ -357,7 +357,7 @@ pub fn wires(t: &dyn Transport) -> Found {
     Ok(())
 }
 
-/// A cache that grows, is cut and grows again.
+/// A cache that grows, is truncated and grows again.
 pub fn decoding(t: &dyn Transport) -> Found {
     let p = Problem { batch: 2, ..sizes(1, Mask::None) };
     let n = 3000;
@@ -401,7 +401,7 @@ fn number(bytes: &[u8]) -> usize {
     bytes.try_into().map_or(0, |b| u64::from_le_bytes(b) as usize)
 }
 
-/// Tensors that process 0 hands out and everybody collects.
+/// Tensors that process 0 scatters and every process gathers.
 pub fn scattering(t: &dyn Transport) -> Found {
     for n in [0, 1, 7, 40] {
         for layout in [Layout::striped(n, t.size(), 1), Layout::contiguous(n, t.size())] {
@@ -417,7 +417,7 @@ pub fn scattering(t: &dyn Transport) -> Found {
     Ok(())
 }
 
-/// Every check by its name.
+/// All checks by name.
 pub const ALL: [(&str, fn(&dyn Transport) -> Found); 8] = [
     ("scattering", scattering),
     ("one_process", one_process),

@@ -1,32 +1,33 @@
 //! Predicted times on more machines, from this machine's rates and the α–β model.
 //!
-//! A message of $b$ bytes takes $\alpha + b\beta$ (Hockney 1994). A process computes at the rates that were measured here.
+//! A message of $b$ bytes takes $\alpha + b\beta$ (Hockney 1994). A process computes at the rates measured on this
+//! machine.
 //!
-//! - **ring**, $P$ processes, blocks of $b$ bytes, $s = c(n/P)$ seconds for the rows of a process over one block of keys: the
-//!   first block is there, and each of the other $P - 1$ is on its way while one is worked on: $s + (P-1)\max(s, \alpha + b\beta)$.
-//!   The communication is hidden where $s \ge \alpha + b\beta$; exact attention's work grows with the square of the length and
-//!   a block with the length, so there is a length from which that holds. A method that reads a few keys of many for every
-//!   row reads a share of them in every block, $s = c/P^2$ as well; one that reads as many of every block has $s = c/P$, and a
-//!   ring shortens nothing but its memory.
-//! - **sort**, in place of a ring where a method attends block by block over sorted rows: $b$ bytes of rows and results leave
-//!   every process in $k$ steps, of which the first and the last wait: $k \max(c/(Pk), m) + 2m$ with
+//! - **ring**, $P$ processes, blocks of $b$ bytes, $s = c(n/P)$ seconds for the rows of a process over one block of
+//!   keys: the first block is local, and each of the other $P - 1$ travels while another is processed:
+//!   $s + (P-1)\max(s, \alpha + b\beta)$. The communication is hidden if $s \ge \alpha + b\beta$; exact attention's
+//!   work grows with the square of the length and a block with the length, so this is true from some length on. A
+//!   method that reads a few of many keys for every row reads a share of them in every block, also $s = c/P^2$; one
+//!   that reads equally many in every block has $s = c/P$, and a ring reduces only its memory.
+//! - **sort**, in place of a ring if a method attends block by block over sorted rows: $b$ bytes of rows and results
+//!   leave every process in $k$ steps, and only the first and the last wait: $k \max(c/(Pk), m) + 2m$ with
 //!   $m = 2(P - 1)\alpha + \beta b/k$.
-//! - **scan**, states of $b$ bytes: $c/P + \lceil\log_2 P\rceil(\alpha + b\beta)$ with a causal mask, and a broadcast of as
-//!   many messages without one.
-//! - **gather**, $b$ bytes of stand-ins from each: $c/P + (P-1)(\alpha + b\beta)$, and each row sees the stand-ins of all,
-//!   which is part of the work.
+//! - **scan**, states of $b$ bytes: $c/P + \lceil\log_2 P\rceil(\alpha + b\beta)$ with a causal mask; without one, a
+//!   broadcast takes the same number of messages.
+//! - **gather**, $b$ bytes of representative keys from each: $c/P + (P-1)(\alpha + b\beta)$; the work includes each
+//!   row's attention to the representatives of all.
 
 use crate::ring::share;
 use crate::sort;
 use attlas::method::Cost;
 use attlas::{Mask, Method, Options, Problem, Result, Spread};
 
-/// Machines and what connects them.
+/// Machines and their network.
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize)]
 pub struct Cluster {
     /// Machines, one process on each.
     pub nodes: usize,
-    /// Billions of bits a second that a machine sends and at the same time receives.
+    /// Billions of bits per second that a machine sends while it receives as many.
     pub gbps: f64,
     /// Microseconds until the first byte of a message arrives.
     pub us: f64,
@@ -55,7 +56,7 @@ impl std::str::FromStr for Cluster {
 }
 
 impl Cluster {
-    /// Seconds that a message of this many bytes takes.
+    /// Returns the seconds of a message of `bytes` bytes.
     pub fn message(&self, bytes: f64) -> f64 {
         self.us * 1e-6 + bytes * 8.0 / (self.gbps * 1e9)
     }
@@ -85,7 +86,7 @@ pub struct Prediction {
     pub one: f64,
     /// Seconds on all of them.
     pub seconds: f64,
-    /// Time of one machine over that of all, over their number.
+    /// Speed-up over one machine, divided by the number of machines.
     pub efficiency: f64,
     /// Bytes that a machine sends.
     pub bytes: f64,
@@ -93,7 +94,7 @@ pub struct Prediction {
     pub hidden_from: Option<f64>,
 }
 
-/// Seconds of `problem` at another length: the counted work over the rate of the run that was measured.
+/// Returns the seconds of `problem` at another length: its counted work over the rate of the measured run.
 fn work(method: &Method, options: &Options, problem: &Problem, measured: &Measured, n: usize) -> Result<f64> {
     let flops = |n: usize| -> Result<f64> {
         let cost: Cost = method.plan(&problem.with_lens(n, n), options)?.cost();
@@ -102,7 +103,7 @@ fn work(method: &Method, options: &Options, problem: &Problem, measured: &Measur
     Ok(measured.seconds * flops(n)? / flops(measured.n)?.max(1.0))
 }
 
-/// Predicts the time of `problem` on a cluster. `state` is the number of bytes that a process of a scan sends, or one of a
+/// Predicts the time of `problem` on a cluster. `state` is the number of bytes that a process sends in a scan or a
 /// gather.
 pub fn predict(
     cluster: &Cluster,
@@ -126,7 +127,7 @@ pub fn predict(
         }
         (Spread::Ring { .. }, None) => {
             let block = token * n as f64 / p;
-            // A row reads its share of every block, where the method reads a few keys of many.
+            // If the method reads a few of many keys, a row reads its share of every block.
             let step = step(cluster, method, options, problem, measured, n)?;
             let message = cluster.message(block);
             let seconds = step + (p - 1.0) * step.max(message);
@@ -154,7 +155,7 @@ pub fn predict(
     }))
 }
 
-/// The steps of rows that are sorted over all processes, and the bytes that each sends, where a method does that.
+/// Returns the steps of a sort over all processes and the bytes that each process sends, if the method sorts.
 fn sorts(
     method: &Method,
     problem: &Problem,
@@ -170,7 +171,7 @@ fn sorts(
     }))
 }
 
-/// Seconds of a step of a ring: the rows of one machine and the keys of one.
+/// Returns the seconds of a ring step: the rows of one machine and the keys of one.
 fn step(
     cluster: &Cluster,
     method: &Method,
@@ -187,7 +188,7 @@ fn step(
     Ok(measured.seconds * flops(rows, &part)? / flops(measured.n, options)?.max(1.0))
 }
 
-/// The length from which a step of the ring takes longer than its message; none where that holds for no length below 2⁵⁰.
+/// Returns the length from which a ring step takes longer than its message; none if there is none below 2⁵⁰.
 fn hidden(
     cluster: &Cluster,
     method: &Method,
@@ -200,7 +201,7 @@ fn hidden(
     if cluster.nodes < 2 {
         return Ok(Some(0.0));
     }
-    // Counted work at two lengths says how it grows: c(n) = a n^g.
+    // Counted work at two lengths gives its growth: c(n) = a n^g.
     let (low, high) = (1 << 16, 1 << 18);
     let (a, b) =
         (work(method, options, problem, measured, low)?, work(method, options, problem, measured, high)?);
@@ -248,7 +249,7 @@ mod tests {
                 .unwrap()
         };
         let from = at(1 << 20).hidden_from.unwrap();
-        // Lengths that all processes share evenly.
+        // Lengths that divide evenly among the processes.
         let even = |n: f64| at((n as usize).next_multiple_of(64));
         let (below, above) = (even(0.5 * from), even(2.0 * from));
         assert!(above.efficiency > 0.999 && below.efficiency < 0.99, "{from}: {below:?} {above:?}");
@@ -270,9 +271,9 @@ mod tests {
         let measured = Measured { n: 32768, seconds: 1.0 };
         let options = Options::new();
         let on = |method| predict(&cluster(8), method, &options, &problem, &measured, 0.0).unwrap().unwrap();
-        // Each attends to an eighth of the blocks, and the messages are hidden but for the first and the last.
+        // Each process attends to an eighth of the blocks, and all messages but the first and the last are hidden.
         assert!((on(hyper).efficiency - 1.0).abs() < 0.15, "{:?}", on(hyper));
-        // A row reads as many keys of a block as of all of them.
+        // A row reads the same number of keys from one block as from all.
         assert!((on(smyrf).seconds / on(smyrf).one - 1.0).abs() < 0.1, "{:?}", on(smyrf));
         let exact = registry::baseline();
         let exact = predict(&cluster(8), exact, &options, &problem, &measured, 0.0).unwrap().unwrap();

@@ -7,10 +7,10 @@ use attlas_model::decoder::SpreadAttention;
 use std::cell::Cell;
 use std::time::Duration;
 
-/// How long process 0 waits before it looks for records again, once it has nothing else to do.
+/// Pause of an idle process 0 before it looks for records again.
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// The counter of lists, which is set back at the end of each.
+/// The counter of lists, reset at the end of each.
 const COUNTER: usize = 0;
 
 /// A crew over a transport.
@@ -24,7 +24,7 @@ pub struct Team<'a> {
 }
 
 impl<'a> Team<'a> {
-    /// All processes of `transport`. One team at a time may have lists.
+    /// Makes a team of all processes of `transport`. Only one team at a time may have lists.
     pub fn new(transport: &'a dyn Transport) -> Self {
         Self { transport, count: Cell::new(0), ended: Cell::new(0) }
     }
@@ -90,7 +90,7 @@ impl Crew for Team<'_> {
                 std::thread::sleep(PAUSE);
             }
             self.ended.set(0);
-            // All have left the list, and wait below.
+            // All have left the list and wait below.
             self.transport.reset(COUNTER);
         }
         self.broadcast(String::new());
@@ -120,7 +120,7 @@ mod tests {
             let all = Threads::run(size, |t| {
                 let team = Team::new(t);
                 let mut lists = Vec::new();
-                // The counter of one list is that of the next.
+                // Successive lists share the counter.
                 for count in [0, 1, 7, 3, 7] {
                     team.begin(count);
                     let mut records = Vec::new();
@@ -171,7 +171,8 @@ mod tests {
                 (values, shared.interrupted)
             })
         };
-        // One process stops, and all know it; what was finished is in the file, and the rest is done by another number.
+        // One process stops, and all notice; finished units are in the file, and a different number of processes does
+        // the rest.
         let stopped = found(3, 2);
         assert!(
             stopped.iter().all(|(values, interrupted)| *interrupted && values[4].is_none()),

@@ -1,4 +1,4 @@
-//! Decoding over a cache that lies on all processes.
+//! Decoding over a cache divided among all processes.
 //!
 //! Tokens go to processes in turn, in blocks of 256. A query is broadcast, each process attends to its own keys,
 //! and the `(d_v + 1) · heads` numbers of each are merged along a binary tree, in the order of ranks.
@@ -10,7 +10,7 @@ use attlas::{
     registry,
 };
 
-/// Tokens that go to one process before the next one gets some.
+/// Consecutive tokens on one process.
 const BLOCK: usize = 256;
 
 /// This process's part of a cache of keys and values.
@@ -25,7 +25,7 @@ pub struct SpreadCache<T> {
 }
 
 impl<T: Element> SpreadCache<T> {
-    /// An empty cache for the heads and widths of `problem`.
+    /// Creates an empty cache for the heads and widths of `problem`.
     pub fn new(t: &dyn Transport, problem: &Problem) -> Result<Self> {
         problem.validate()?;
         let p = Problem { mask: Mask::None, ..*problem };
@@ -33,22 +33,22 @@ impl<T: Element> SpreadCache<T> {
         Ok(Self { problem: p, cache, len: 0, rank: t.rank(), size: t.size(), plan: None })
     }
 
-    /// Tokens on all processes.
+    /// Returns the number of tokens on all processes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// No token yet.
+    /// Returns true if there is no token yet.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Tokens cached by this process.
+    /// Returns the number of tokens cached by this process.
     pub fn cached(&self) -> usize {
         self.cache.len()
     }
 
-    /// How many of the first `len` tokens process `rank` holds.
+    /// Returns how many of the first `len` tokens are on process `rank`.
     fn share(&self, len: usize) -> usize {
         let round = BLOCK * self.size;
         len / round * BLOCK + (len % round).saturating_sub(self.rank * BLOCK).min(BLOCK)
@@ -72,7 +72,7 @@ impl<T: Element> SpreadCache<T> {
         Ok(())
     }
 
-    /// Forgets all but the first `len` tokens.
+    /// Drops all but the first `len` tokens.
     pub fn truncate(&mut self, len: usize) {
         if len < self.len {
             self.cache.truncate(self.share(len));
@@ -80,8 +80,8 @@ impl<T: Element> SpreadCache<T> {
         }
     }
 
-    /// Attends with the queries `[batch, n_heads, 1, d]` of process 0 to every token. Rows and their log-sum-exp, the same
-    /// bits on every process.
+    /// Attends with the queries `[batch, n_heads, 1, d]` of process 0 to every token. Returns the rows and their
+    /// log-sum-exp, bit-identical on every process.
     pub fn attend(
         &mut self,
         t: &dyn Transport,
@@ -103,13 +103,13 @@ impl<T: Element> SpreadCache<T> {
         t.broadcast(0, &mut bytes);
         bytemuck::cast_slice_mut(&mut own).copy_from_slice(&bytes);
 
-        // One plan for a cache that grows, made again when it has doubled.
+        // One plan for a growing cache, remade when the cache has doubled.
         if self.plan.as_ref().is_none_or(|plan| plan.problem().n_k < p.n_k) {
             let roomy = p.with_lens(1, p.n_k.next_power_of_two());
             self.plan = Some(registry::baseline().plan(&roomy, &Options::new())?);
         }
         let plan = self.plan.as_ref().unwrap_or_else(|| unreachable!("made above"));
-        // Numbers of a row, then its log-sum-exp, for every head.
+        // Output row, then its log-sum-exp, for every head.
         let (mut o, mut lse) = (vec![T::ZERO; heads * p.d_v], vec![T::NEG_INFINITY; heads]);
         let x = Qkv::new(TensorRef::bhnd(&own, dims)?, self.cache.keys()?, self.cache.values()?);
         let out = Out::with_lse(TensorMut::bhnd(&mut o, [p.batch, p.n_heads, 1, p.d_v])?, &mut lse);
@@ -119,7 +119,7 @@ impl<T: Element> SpreadCache<T> {
     }
 }
 
-/// Merges parts of all processes, lower ranks first, and tells everybody.
+/// Merges the parts of all processes, lower ranks first, and broadcasts the result.
 fn merge_all<T: Element>(t: &dyn Transport, d_v: usize, o: &mut Vec<T>, lse: &mut Vec<T>) {
     let (rank, size, heads) = (t.rank(), t.size(), lse.len());
     let mut step = 1;

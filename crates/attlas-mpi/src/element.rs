@@ -1,4 +1,4 @@
-//! Elements that travel, and in which precision.
+//! Elements of messages, and their precision.
 
 use attlas::{Inputs, Numbers, Out, Output, Qkv, Real, Tensor, TensorRef};
 use bytemuck::Pod;
@@ -6,15 +6,15 @@ use half::bf16;
 
 /// An element of tensors that processes send to each other.
 pub trait Element: Real + Pod {
-    /// A tensor of either precision.
+    /// Wraps a tensor of either precision.
     fn tensor(x: TensorRef<'_, Self>) -> Tensor<'_>;
-    /// Inputs of either precision.
+    /// Wraps inputs of either precision.
     fn inputs(x: Qkv<'_, Self>) -> Inputs<'_>;
-    /// An output of either precision.
+    /// Wraps an output of either precision.
     fn output(x: Out<'_, Self>) -> Output<'_>;
-    /// A list of numbers.
+    /// Wraps a list of numbers.
     fn numbers(x: Vec<Self>) -> Numbers;
-    /// The list that was wrapped.
+    /// Returns the wrapped list.
     fn list(x: &Numbers) -> Option<&[Self]>;
 }
 
@@ -45,31 +45,31 @@ macro_rules! element {
 element!(f32, F32);
 element!(f64, F64);
 
-/// How keys and values travel.
+/// Form in which keys and values travel.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Wire {
-    /// As they are.
+    /// Unchanged.
     #[default]
     Full,
-    /// Rounded to 8 significant bits. A process rounds its own, too, so that all rows see the same keys.
+    /// Rounded to 8 significant bits. A process rounds its own keys, too: all rows then use the same ones.
     Bf16,
 }
 
 impl Wire {
-    /// Rounds what will travel.
+    /// Rounds elements before they are sent.
     pub(crate) fn round<T: Element>(self, x: &mut [T]) {
         if self == Wire::Bf16 {
             x.iter_mut().for_each(|x| *x = T::from_f64(bf16::from_f64(x.to_f64()).to_f64()));
         }
     }
 
-    /// Bytes of `count` elements on the way.
+    /// Returns the bytes of `count` elements in a message.
     pub(crate) fn bytes<T: Element>(self, count: usize) -> usize {
         count * if self == Wire::Bf16 { size_of::<bf16>() } else { size_of::<T>() }
     }
 
-    /// Rounded elements as they travel; `packed` is used where that is another form.
+    /// Returns rounded elements in the form of a message; uses `packed` if that form differs.
     pub(crate) fn pack<'a, T: Element>(self, x: &'a [T], packed: &'a mut Vec<u8>) -> &'a [u8] {
         match self {
             Wire::Full => bytemuck::cast_slice(x),
@@ -81,7 +81,7 @@ impl Wire {
         }
     }
 
-    /// Received bytes, as elements.
+    /// Converts received bytes to elements.
     pub(crate) fn unpack<T: Element>(self, bytes: &[u8], x: &mut [T]) {
         match self {
             Wire::Full => bytemuck::cast_slice_mut(x).copy_from_slice(bytes),

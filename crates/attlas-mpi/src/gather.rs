@@ -1,15 +1,15 @@
-//! A few weighted keys stand for many; those of all processes are gathered.
+//! Gather schedule: a few weighted keys represent many, and those of all processes are gathered.
 //!
-//! Each process compresses the keys of each of its pieces. Without a mask its queries attend to the stand-ins of all
-//! pieces. With a causal mask they attend to those of earlier pieces, and to their own piece by the method's causal form;
-//! both merge by log-sum-exp.
+//! Each process compresses the keys of each of its pieces. Without a mask its queries attend to the representative keys
+//! of all pieces. With a causal mask they attend to those of earlier pieces, and to their own piece by the method's
+//! causal form; both merge by log-sum-exp.
 
 use crate::attend::{Answer, Parts, Rows, rectangle, starts};
 use crate::{Element, Transport};
 use attlas::{Error, Mask, Method, Numbers, Options, Out, Problem, Result, RunInfo, TensorMut, Workspace};
 use std::ops::Range;
 
-/// Attends with a method that makes stand-ins.
+/// Attends with a method that makes representative keys.
 pub(crate) fn gather<T: Element>(
     t: &dyn Transport,
     p: &Problem,

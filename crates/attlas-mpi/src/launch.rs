@@ -1,9 +1,9 @@
-//! Whether this process is one of several that a launcher started.
+//! Detection of a launcher that started several processes.
 
 /// Number of processes that a launcher announces in the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launched {
-    /// The variable that says so.
+    /// The variable that announces it.
     pub variable: &'static str,
     /// Processes.
     pub processes: usize,
@@ -19,8 +19,8 @@ const SIZES: [&str; 6] = [
     "FLUX_JOB_SIZE",
 ];
 
-/// The launcher of this process, where it started more than one, by the variables that `get` finds. Slurm sets its own for
-/// every step, also for programs that know nothing of MPI; its steps count where they offer a way to connect (PMI or PMIx).
+/// Returns the launcher of this process, if it started more than one, from the variables that `get` finds. Slurm sets
+/// its own in every step, even for programs without MPI; its steps count only if they offer PMI or PMIx.
 pub fn launched(get: impl Fn(&str) -> Option<String>) -> Option<Launched> {
     let number = |name: &str| get(name).and_then(|v| v.trim().parse::<usize>().ok());
     let found =
@@ -33,7 +33,7 @@ pub fn launched(get: impl Fn(&str) -> Option<String>) -> Option<Launched> {
     found.or_else(slurm).filter(|l| l.processes > 1)
 }
 
-/// The launcher of this process.
+/// Returns the launcher of this process.
 pub fn of_this_process() -> Option<Launched> {
     launched(|name| std::env::var(name).ok())
 }

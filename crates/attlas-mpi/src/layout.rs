@@ -1,10 +1,10 @@
-//! Which process holds which tokens.
+//! Assignment of tokens to processes.
 
 use std::ops::Range;
 
-/// Tokens on processes. With a causal mask, process `p` of `P` holds two stripes, `p` and `2P − 1 − p` of `2P`: a late
-/// row sees many keys and an early one few, and both together are as much work on every process. Without a mask it
-/// holds one piece.
+/// Assignment of tokens to processes. With a causal mask, process `p` of `P` has two stripes, `p` and `2P − 1 − p` of
+/// `2P`: late rows attend to many keys and early ones to few, and together they are equal work on every process.
+/// Without a mask it has one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     n: usize,
@@ -14,38 +14,38 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Two stripes for each process, whose borders are multiples of `align`.
+    /// Creates two stripes per process, with borders at multiples of `align`.
     pub fn striped(n: usize, processes: usize, align: usize) -> Self {
         Self { n, processes: processes.max(1), striped: true, align: align.max(1) }
     }
 
-    /// One piece for each process.
+    /// Creates one piece per process.
     pub fn contiguous(n: usize, processes: usize) -> Self {
         Self { n, processes: processes.max(1), striped: false, align: 1 }
     }
 
-    /// The same with borders that are multiples of `align`.
+    /// Moves the borders to multiples of `align`.
     #[must_use]
     pub fn aligned(self, align: usize) -> Self {
         Self { align: align.max(1), ..self }
     }
 
-    /// What borders are multiples of.
+    /// Returns the alignment of borders.
     pub fn align(&self) -> usize {
         self.align
     }
 
-    /// Whether a process holds an early and a late stripe.
+    /// Returns true if processes have an early and a late stripe.
     pub fn is_striped(&self) -> bool {
         self.striped
     }
 
-    /// Tokens in all.
+    /// Returns the number of tokens.
     pub fn len(&self) -> usize {
         self.n
     }
 
-    /// There is no token.
+    /// Returns true if there is no token.
     pub fn is_empty(&self) -> bool {
         self.n == 0
     }
@@ -64,8 +64,8 @@ impl Layout {
         (i * blocks / stripes * self.align).min(self.n)
     }
 
-    /// The tokens of process `p`: the early ones, and the late ones, which are none without a mask and on the last
-    /// process, whose stripes lie side by side.
+    /// Returns the early and the late tokens of process `p`. The late ones are empty without a mask, and on the last
+    /// process, whose stripes are adjacent.
     pub fn halves(&self, p: usize) -> [Range<usize>; 2] {
         if !self.striped {
             return [self.border(p)..self.border(p + 1), self.n..self.n];
@@ -78,17 +78,17 @@ impl Layout {
         [early, late]
     }
 
-    /// The pieces of process `p` that hold a token.
+    /// Returns the non-empty pieces of process `p`.
     pub fn pieces(&self, p: usize) -> Vec<Range<usize>> {
         self.halves(p).into_iter().filter(|r| !r.is_empty()).collect()
     }
 
-    /// How many tokens process `p` holds.
+    /// Returns the number of tokens on process `p`.
     pub fn rows(&self, p: usize) -> usize {
         self.halves(p).iter().map(Range::len).sum()
     }
 
-    /// Pairs of a query of process `p` and a key it sees, of one head: with stripes those of a causal mask.
+    /// Counts the pairs of a query of process `p` and a visible key, for one head: for stripes under a causal mask.
     pub fn pairs(&self, p: usize) -> u64 {
         if !self.striped {
             return (self.rows(p) * self.n) as u64;

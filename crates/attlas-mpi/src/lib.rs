@@ -1,7 +1,7 @@
-//! attlas on more than one machine.
+//! Distributed attention on several machines.
 //!
-//! Attention over disjoint sets of keys merges exactly by log-sum-exp, and the state of a linear method is a sum. So
-//! three schedules make every method that has one distributed, without code of its own; the registry says which
+//! Attention over disjoint sets of keys merges exactly by log-sum-exp, and the state of a linear method is a sum. Three
+//! schedules therefore distribute methods without any code in the method; the registry names the schedule of each
 //! ([`attlas::Spread`]):
 //!
 //! | schedule | what moves |
@@ -11,14 +11,13 @@
 //! | `sort`, in place of a ring | rows go to the process of their block, for methods that sort rows by a hash |
 //! | [`gather`](mod@gather) | a few weighted keys that stand for each process's own |
 //!
-//! [`attend()`] is the door: a problem, a method, and this process's part of queries, keys and values ([`Sharded`]), cut
-//! by a [`Layout`]. [`SpreadCache`] decodes over a cache that lies on all processes, [`SpreadModel`] runs a model whose keys
-//! do. [`cluster`] predicts what more
-//! machines would bring. Who moves the bytes is a [`Transport`]: [`Threads`] of one program, or with the feature `mpi` the
-//! processes of `mpirun`.
+//! [`attend()`] is the entry point: it takes a problem, a method, and this process's part of queries, keys and values
+//! ([`Sharded`]), cut by a [`Layout`]. [`SpreadCache`] decodes over a cache divided among all processes,
+//! [`SpreadModel`] runs a model on a divided sequence. [`cluster`] predicts times on more machines. A [`Transport`]
+//! moves the bytes: [`Threads`] of one program, or with the feature `mpi` the processes of `mpirun`.
 //!
-//! A result does not depend on the order in which messages arrive, and is the same bits when run again on the same number
-//! of processes.
+//! A result does not depend on the order in which messages arrive, and is bit-identical when repeated on the same
+//! number of processes.
 
 #![deny(unsafe_code)]
 

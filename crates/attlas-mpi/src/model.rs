@@ -1,4 +1,4 @@
-//! Attention inside a model whose tokens lie on several processes.
+//! Attention inside a model whose tokens are divided among several processes.
 
 use crate::attend::{Parts, attend, block};
 use crate::{Layout, Sharded, Transport, Wire};
@@ -15,7 +15,7 @@ pub struct SpreadModel<'a> {
 }
 
 impl<'a> SpreadModel<'a> {
-    /// All processes of `transport`.
+    /// Uses all processes of `transport`.
     pub fn new(transport: &'a dyn Transport) -> Self {
         Self { transport, layout: Layout::contiguous(0, transport.size()) }
     }
@@ -24,7 +24,7 @@ impl<'a> SpreadModel<'a> {
 impl SpreadAttention for SpreadModel<'_> {
     fn pieces(&mut self, tokens: usize, attending: &[Attending]) -> Vec<Range<usize>> {
         let blocks = attending.iter().map(|a| block(a.method, &a.options).max(1));
-        // One layout for all layers: no block of any method lies on two processes.
+        // One layout for all layers, which divides no block of any method.
         let align = blocks.fold(1, |all, block| if all % block == 0 { all } else { lcm(all, block) });
         self.layout = Layout::striped(tokens, self.transport.size(), align);
         self.layout.pieces(self.transport.rank())

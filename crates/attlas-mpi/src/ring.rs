@@ -1,15 +1,14 @@
-//! Keys and values travel round a ring.
+//! Ring schedule: keys and values travel round a ring of processes.
 //!
-//! In step `s` process `p` holds the keys of process `p − s`, attends to them with its own queries, and merges by
-//! log-sum-exp; meanwhile they are on their way to `p + 1` and the next ones come from `p − 1`. A method sees one
-//! rectangle at a time: its queries and the keys of one piece. With a causal mask a rectangle of the same piece has the
-//! mask, one of an earlier piece has none, and a later one is left out.
+//! In step `s` process `p` has the keys of process `p − s`, attends to them with its own queries, and merges by
+//! log-sum-exp; meanwhile they travel to `p + 1` and the next ones arrive from `p − 1`. A method runs on one rectangle
+//! at a time: some queries and the keys of one piece. With a causal mask the rectangle of the same piece has the mask,
+//! those of earlier pieces have none, and later ones are skipped.
 //!
-//! A method that draws random numbers draws them for each rectangle: the seed of a rectangle follows from the method's
-//! seed and the two pieces, and is the seed itself where there is one rectangle alone. Where a method reads a few keys of
-//! many for every row, the rectangles of a row share that number: without a mask those of all pieces, by their lengths; with
-//! a causal mask those of the earlier pieces that stand together where the sequence is halved again and again, as such
-//! methods do themselves.
+//! A method draws random numbers separately for each rectangle, with a seed derived from the method's seed and the two
+//! pieces; a single rectangle uses the seed itself. If a method reads a few of many keys for every row, the rectangles
+//! of a row share that number: without a mask, those of all pieces in proportion to their lengths; with a causal mask,
+//! those of the earlier pieces in the same half under recursive halving of the sequence, as in the methods themselves.
 //!
 //! Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (2023); the two stripes of a process are those of
 //! striped and zigzag layouts.
@@ -20,7 +19,7 @@ use attlas::{Mask, Method, Options, Problem, Result, RunInfo, Spread, TensorRef,
 use attlas_num::kernels::pages;
 use std::ops::Range;
 
-/// Attends with every method whose parts over disjoint keys merge.
+/// Attends with a method whose parts over disjoint keys merge.
 pub(crate) fn ring<T: Element>(
     t: &dyn Transport,
     p: &Problem,
@@ -75,8 +74,8 @@ pub(crate) fn ring<T: Element>(
     Ok(rows.answer(method.claims.lse, info))
 }
 
-/// Attends where a row sees the first keys and those around its position: each piece keeps these from the blocks that
-/// pass, and is one problem at the end.
+/// Attends with a method whose rows use the first keys and those around their position: each piece collects these from
+/// the passing blocks, and is one problem at the end.
 pub(crate) fn window<T: Element>(
     t: &dyn Transport,
     p: &Problem,
@@ -92,7 +91,7 @@ pub(crate) fn window<T: Element>(
     let own_at = starts(&own);
     let sinks = number(method, options, first).unwrap_or(0).min(p.n_k);
     let window = number(method, options, last).unwrap_or(p.n_k);
-    // Positions of keys and of queries agree at their ends.
+    // Positions of keys and of queries are aligned at their ends.
     let shift = p.n_k as isize - p.n_q as isize;
     let mut kept: Vec<SeenKeys<T>> = own
         .iter()
@@ -117,7 +116,7 @@ pub(crate) fn window<T: Element>(
     let mut rows = Rows::new(p, q_layout.rows(t.rank()));
     let mut info = RunInfo::default();
     for ((piece, &at), kept) in own.iter().zip(&own_at).zip(&kept) {
-        // Without a mask, keys behind the last query need queries of their own to stand at: zeros, whose rows are dropped.
+        // Without a mask, keys after the last query need queries at their positions: zeros, whose rows are dropped.
         let end = (piece.end as isize + shift).max(0) as usize;
         let behind = kept.ranges[1].end.saturating_sub(end);
         let mut queries = Vec::with_capacity(p.batch * p.n_heads * (piece.len() + behind) * p.d);
@@ -139,7 +138,7 @@ pub(crate) fn window<T: Element>(
     Ok(rows.answer(method.claims.lse, info))
 }
 
-/// Keys that the rows of one piece see: some of the first, and a run.
+/// Keys visible to the rows of one piece: some of the first, and a run.
 #[derive(Debug)]
 struct SeenKeys<T> {
     ranges: [Range<usize>; 2],
@@ -157,12 +156,12 @@ impl<T: Element> SeenKeys<T> {
         self.ranges[0].len() + self.ranges[1].len()
     }
 
-    /// How many of the kept keys come before token `n`.
+    /// Returns how many of the kept keys precede token `n`.
     fn valid(&self, n: usize) -> usize {
         self.ranges.iter().map(|r| n.saturating_sub(r.start).min(r.len())).sum()
     }
 
-    /// Takes what is wanted of a piece whose rows begin at `at`.
+    /// Keeps the needed keys of a piece whose rows begin at `at`.
     fn take(&mut self, piece: &Range<usize>, at: usize, k: TensorRef<'_, T>, v: TensorRef<'_, T>) {
         let len = self.len();
         let [batch, heads, ..] = k.dims();
@@ -191,14 +190,14 @@ impl<T: Element> SeenKeys<T> {
     }
 }
 
-/// The options with the seed of a rectangle, where the method draws.
+/// Returns the options with the seed of a rectangle, if the method draws random numbers.
 fn seeded(method: &Method, options: &Options, query: usize, key: usize) -> Options {
     let draws = !method.claims.deterministic && method.params.iter().any(|p| p.name == "seed");
     if !draws || (query, key) == (0, 0) {
         return options.clone();
     }
     let seed = options.get("seed").and_then(|s| s.to_string().parse::<u64>().ok()).unwrap_or(0);
-    // Places of pieces, not their numbers: they tell rectangles apart on any number of processes.
+    // Uses positions of pieces, not their indices: they identify rectangles on any number of processes.
     let mut x = seed ^ (query as u64).rotate_left(40) ^ (key as u64).rotate_left(8);
     for _ in 0..2 {
         x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -206,14 +205,14 @@ fn seeded(method: &Method, options: &Options, query: usize, key: usize) -> Optio
         x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         x ^= x >> 31;
     }
-    // Numbers in options are floating-point where they come from files.
+    // Options from files store numbers as floating point, which limits the bits.
     options.clone().with("seed", x >> 12)
 }
 
-/// The pieces of all processes, and how they share what a row reads.
+/// The pieces of all processes, and their shares of a row's budget of keys.
 struct Shares {
     mask: Mask,
-    /// In the order of tokens.
+    /// Pieces in the order of tokens.
     pieces: Vec<Range<usize>>,
 }
 
@@ -225,12 +224,12 @@ impl Shares {
         Self { mask, pieces }
     }
 
-    /// The number of the piece that begins at a token.
+    /// Returns the index of the piece that begins at a token.
     fn place(&self, start: usize) -> usize {
         self.pieces.partition_point(|piece| piece.start < start)
     }
 
-    /// The keys of all pieces that share with `piece` what a row of the piece at `start` reads.
+    /// Returns the number of keys of all pieces that share with `piece` the budget of a row of the piece at `start`.
     fn together(&self, start: usize, piece: &Range<usize>) -> usize {
         let (mine, own) = (self.place(start), self.place(piece.start));
         if self.mask == Mask::None || mine == own {
@@ -243,13 +242,13 @@ impl Shares {
         earlier.map(|(_, piece)| piece.len()).sum()
     }
 
-    /// The options of a rectangle, with its share of what a row reads.
+    /// Returns the options of a rectangle, with its share of a row's budget.
     fn budgets(&self, method: &Method, options: &Options, start: usize, piece: &Range<usize>) -> Options {
         share(method, options, piece.len(), self.together(start, piece))
     }
 }
 
-/// Options for `keys` of the `all` keys that share what a row reads.
+/// Returns the options for `keys` of the `all` keys that share a row's budget.
 pub(crate) fn share(method: &Method, options: &Options, keys: usize, all: usize) -> Options {
     let Spread::Ring { shared, .. } = method.claims.spread else { return options.clone() };
     if keys == all || all == 0 {
@@ -264,7 +263,7 @@ pub(crate) fn share(method: &Method, options: &Options, keys: usize, all: usize)
     })
 }
 
-/// Work on the keys and values of one process; it may call the last argument to progress messages.
+/// Work on the keys and values of one process; it may call the last argument to advance messages.
 type Visit<'v, T> = dyn FnMut(usize, TensorRef<'_, T>, TensorRef<'_, T>, &dyn Fn()) + 'v;
 
 /// Sends this process's keys and values round the ring and visits those of all others, its own first.
@@ -331,7 +330,7 @@ fn clear_padding<T: Element>(
     }
 }
 
-/// Rows are empty where no part saw a key, not where one part did not.
+/// Counts empty rows: those for which no part had a key.
 fn count_empty<T: Element>(info: &mut RunInfo, rows: &Rows<T>) {
     info.empty_rows = rows.lse.iter().filter(|&&l| l == T::NEG_INFINITY).count() as u64;
 }
@@ -343,7 +342,7 @@ mod tests {
     use attlas::registry;
     use attlas_num::rng::StreamKey;
 
-    /// Log-sum-exps of all rows and the keys that they visited.
+    /// Returns the log-sum-exps of all rows and the keys that they visited.
     fn run(p: &Problem, id: &str, options: &Options, processes: usize) -> (Vec<f64>, u64) {
         let method = registry::method(id).unwrap();
         let draw = |name: &str, heads: usize, n: usize, cols: usize| -> Vec<f64> {
@@ -406,17 +405,17 @@ mod tests {
         let method = registry::method("hyper").unwrap();
         let options = Options::new().with("block", 80).with("samples", 0);
         let shares = Shares::new(Mask::Causal, Layout::striped(800, 4, 1));
-        // Seven pieces: the last process has two stripes side by side.
+        // Seven pieces: the stripes of the last process are adjacent.
         let lens: Vec<usize> = shares.pieces.iter().map(Range::len).collect();
         assert_eq!(lens, [100, 100, 100, 200, 100, 100, 100]);
         let block = |mine: usize, other: usize| {
             let (start, piece) = (shares.pieces[mine].start, &shares.pieces[other]);
             number(method, &shares.budgets(method, &options, start, piece), "block").unwrap()
         };
-        // Piece 6 = 110 in binary sees pieces 0 to 3 as one half, 4 and 5 as the next.
+        // For piece 6 = 110 in binary, pieces 0 to 3 form one half, 4 and 5 the next.
         assert_eq!([0, 1, 2, 3, 4, 5, 6].map(|j| block(6, j)), [16, 16, 16, 32, 40, 40, 80]);
         assert_eq!([0, 1, 2].map(|j| block(2, j)), [40, 40, 80]);
-        // More than there are keys is as much as all of them.
+        // A budget above the number of keys counts as all keys.
         let most = options.with("block", 10_000);
         let all = shares.budgets(method, &most, shares.pieces[1].start, &shares.pieces[0]);
         assert!(number(method, &all, "block").unwrap() >= 100);

@@ -1,11 +1,12 @@
-//! Sums over keys are exchanged: bytes do not depend on the number of tokens.
+//! Scan schedule: exchanges sums over keys, whose bytes do not depend on the number of tokens.
 //!
-//! With a causal mask the state before a piece is the sum of all pieces before it: one exclusive scan. Where tokens lie in
-//! stripes, the early ones lie on processes in their order and the late ones in the opposite order, and two scans give both.
-//! Without a mask every process needs the sum of all. The states of a process's own keys are computed once: rows that see
-//! them begin from the same ones ([`Stream::prepare`]). A scan takes $\lceil \log_2 P \rceil$ messages of one state (recursive doubling), which are added in the order of
-//! tokens: MPI leaves the order of its own `MPI_Exscan` and `MPI_Allreduce` open, and sums of floating-point numbers would
-//! then differ from run to run. Hillis and Steele, *Data parallel algorithms* (1986).
+//! With a causal mask the state before a piece is the sum of all pieces before it: one exclusive scan. With stripes,
+//! the early tokens are on processes in their order and the late ones in the opposite order, and two scans serve both.
+//! Without a mask every process needs the sum of all. The states of a process's own keys are computed once and shared
+//! by all rows that use them ([`Stream::prepare`]). A scan takes $\lceil \log_2 P \rceil$ messages of one state
+//! (recursive doubling), which are added in the order of tokens: MPI does not fix the order in `MPI_Exscan` and
+//! `MPI_Allreduce`, and floating-point sums would then differ from run to run. Hillis and Steele, *Data parallel
+//! algorithms* (1986).
 
 use crate::attend::{Answer, Parts, Rows};
 use crate::{Element, Transport};
@@ -124,8 +125,8 @@ impl Sums<'_> {
         self.of(&*stream, ws)
     }
 
-    /// The sum of the states of all processes before this one, none on the first, and the same with its own. `reverse`:
-    /// before means on processes of higher rank.
+    /// Returns the sum of the states of all processes before this one (none on the first), and that sum with its own.
+    /// With `reverse`, "before" means higher ranks.
     fn before<T: Element>(
         &self,
         t: &dyn Transport,
@@ -168,7 +169,7 @@ impl Sums<'_> {
         Ok((before, upto))
     }
 
-    /// What the last process has, which is the sum of all.
+    /// Broadcasts the sum of the last process, which covers all.
     fn last_states<T: Element>(&self, t: &dyn Transport, upto: Numbers) -> Numbers {
         let mut all: Vec<u8> = T::list(&upto).map_or(Vec::new(), |x| bytemuck::cast_slice(x).to_vec());
         t.broadcast(t.size() - 1, &mut all);

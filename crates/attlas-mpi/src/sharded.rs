@@ -1,4 +1,4 @@
-//! A tensor whose tokens lie on several processes.
+//! Tensors whose tokens are divided among several processes.
 
 use crate::{Element, Layout, Transport};
 use attlas::{Result, TensorRef};
@@ -15,25 +15,25 @@ pub struct Sharded<T> {
 }
 
 impl<T: Element> Sharded<T> {
-    /// From the rows that this process holds, contiguous `[batch, heads, rows, columns]`.
+    /// Creates the part from this process's rows, contiguous `[batch, heads, rows, columns]`.
     pub fn new(data: Vec<T>, [batch, heads, cols]: [usize; 3], layout: Layout, rank: usize) -> Result<Self> {
         TensorRef::bhnd(&data, [batch, heads, layout.rows(rank), cols])?;
         Ok(Self { data, batch, heads, cols, layout, rank })
     }
 
-    /// This process's part of a tensor that it has whole.
+    /// Cuts this process's part from a whole tensor.
     pub fn cut(whole: TensorRef<'_, T>, layout: Layout, rank: usize) -> Result<Self> {
         let [batch, heads, _, cols] = whole.dims();
         Self::new(part(whole, layout, rank), [batch, heads, cols], layout, rank)
     }
 
-    /// From the rows that this process holds, however they are laid out.
+    /// Creates the part from this process's rows in any memory layout.
     pub fn of_rows(rows: TensorRef<'_, T>, layout: Layout, rank: usize) -> Result<Self> {
         let [batch, heads, n, cols] = rows.dims();
         Self::new(part(rows, Layout::contiguous(n, 1), 0), [batch, heads, cols], layout, rank)
     }
 
-    /// Process `root` has the tensor whole, the others name its sizes; each gets its part.
+    /// Scatters a tensor of process `root`; the others give its sizes, and each gets its part.
     pub fn scatter(
         t: &dyn Transport,
         root: usize,
@@ -58,7 +58,7 @@ impl<T: Element> Sharded<T> {
         Self::new(own, [batch, heads, cols], layout, rank)
     }
 
-    /// The whole tensor, contiguous `[batch, heads, tokens, columns]`, on every process.
+    /// Gathers the whole tensor, contiguous `[batch, heads, tokens, columns]`, on every process.
     pub fn gather(&self, t: &dyn Transport) -> Vec<T> {
         let all = t.gather_all(bytemuck::cast_slice(&self.data));
         let (n, cols) = (self.layout.len(), self.cols);
@@ -84,17 +84,17 @@ impl<T: Element> Sharded<T> {
         TensorRef::bhnd(&self.data, [self.batch, self.heads, self.layout.rows(self.rank), self.cols])
     }
 
-    /// Who holds what.
+    /// Returns the layout.
     pub fn layout(&self) -> Layout {
         self.layout
     }
 
-    /// Batch, heads, tokens in all, columns.
+    /// Returns batch, heads, total tokens and columns.
     pub fn dims(&self) -> [usize; 4] {
         [self.batch, self.heads, self.layout.len(), self.cols]
     }
 
-    /// The elements held here.
+    /// Returns the elements on this process.
     pub fn data(&self) -> &[T] {
         &self.data
     }

@@ -1,11 +1,11 @@
-//! Rows sorted by a hash go to the process that attends to their block.
+//! Sort schedule: rows sorted by a hash go to the process that computes their block.
 //!
-//! Where a method sorts queries and keys and attends block by block ([`SortedRule`]), a ring would sort the queries of a
-//! process again for every other one's keys, and fetch them again. Here processes count their rows by sort key and tell one
-//! another the counts, from which follows the place of every row among all. The blocks are dealt out: queries, keys and
-//! values go to the process of their block, outputs and log-sum-exps come back. A row is sent once, whatever the number of
-//! processes, and blocks, samples and their weights are those of one process. The rows of the next blocks are on their way
-//! while some are worked on.
+//! If a method sorts queries and keys and attends block by block ([`SortedRule`]), a ring would sort and fetch the
+//! queries of a process again for the keys of every other one. Here processes count their rows by sort key and exchange
+//! the counts, which determine the place of every row among all. The blocks are distributed: queries, keys and values
+//! go to the process of their block, outputs and log-sum-exps come back. A row is sent once for any number of
+//! processes, and blocks, samples and their weights equal those of one process. The rows of the next blocks travel
+//! while the current ones are processed.
 
 use crate::attend::{Answer, Parts, Rows};
 use crate::{Element, Transport, Wire};
@@ -17,12 +17,12 @@ use attlas_num::cluster::buckets::{Balanced, order_by};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Bytes of the rows that a process works on while the next ones are on their way, about; few in tests, for many steps.
+/// Approximate bytes of the rows that a process works on while the next ones travel; few in tests, to have many steps.
 const STEP_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
 /// Rows that one task copies.
 const COPY_ROWS: usize = 512;
 
-/// Equal sort keys of one process: `len` rows, from its `first` on, stand at `place` among the rows of all.
+/// Equal sort keys of one process: its `len` rows from `first` on have places from `place` on among the rows of all.
 #[derive(Clone, Copy, Debug)]
 struct Run {
     place: usize,
@@ -35,13 +35,13 @@ struct Run {
 struct SortedRows {
     /// The rows of this process in order.
     order: Vec<u32>,
-    /// Of every process.
+    /// The runs of every process.
     runs: Vec<Vec<Run>>,
     cut: Balanced,
 }
 
 impl SortedRows {
-    /// Sorts lists of rows by what their own process says, equal ones by position.
+    /// Sorts lists of rows by their keys, equal keys by position.
     fn all(t: &dyn Transport, ranks: &[Vec<u32>], cuts: &[Balanced], ws: &Workspace) -> Vec<Self> {
         let orders: Vec<Vec<u32>> = ws.install(|_| ranks.par_iter().map(|ranks| order_by(ranks)).collect());
         let mut message: Vec<u32> = Vec::new();
@@ -80,27 +80,27 @@ impl SortedRows {
         lists
     }
 
-    /// How many rows of a process stand before a place.
+    /// Returns how many rows of a process precede a place.
     fn before(&self, process: usize, place: usize) -> usize {
         let runs = &self.runs[process];
         let after = runs.partition_point(|r| r.place < place);
         after.checked_sub(1).map_or(0, |i| runs[i].first + (place - runs[i].place).min(runs[i].len))
     }
 
-    /// The rows of a process in some blocks, counted in its own order.
+    /// Returns the rows of a process in some blocks, counted in its own order.
     fn rows(&self, process: usize, blocks: &Range<usize>) -> Range<usize> {
         let border = |block: usize| self.before(process, self.cut.range(block).start);
         border(blocks.start)..border(blocks.end)
     }
 
-    /// The process with the row at a place, and where that row stands in its order.
+    /// Returns the process with the row at a place, and the row's index in that process's order.
     fn at(&self, place: usize) -> Option<(usize, usize)> {
         let own = |process| self.before(process, place)..self.before(process, place + 1);
         (0..self.runs.len()).map(|p| (p, own(p))).find(|(_, r)| !r.is_empty()).map(|(p, r)| (p, r.start))
     }
 }
 
-/// What a process knows of a group.
+/// Sorted rows of a group on a process.
 struct SortedGroup<'a, T> {
     keys: SortedRows,
     queries: Vec<SortedRows>,
@@ -114,17 +114,17 @@ struct SortedGroup<'a, T> {
 }
 
 impl<T: Element> SortedGroup<'_, T> {
-    /// Elements of the queries that `from` sends for some blocks.
+    /// Returns the number of elements of the queries that `from` sends for some blocks.
     fn queries_len(&self, from: usize, blocks: &Range<usize>) -> usize {
         self.queries.iter().map(|q| q.rows(from, blocks).len()).sum::<usize>() * self.k.cols()
     }
 
-    /// Elements of the keys and values that `from` sends for some blocks.
+    /// Returns the number of elements of the keys and values that `from` sends for some blocks.
     fn keys_len(&self, from: usize, blocks: &Range<usize>) -> usize {
         self.keys.rows(from, blocks).len() * (self.k.cols() + self.v.cols())
     }
 
-    /// Elements of the outputs and log-sum-exps that `from` gets back for some blocks.
+    /// Returns the number of elements of the outputs and log-sum-exps that `from` gets back for some blocks.
     fn results_len(&self, from: usize, blocks: &Range<usize>) -> usize {
         self.queries.iter().map(|q| q.rows(from, blocks).len()).sum::<usize>() * (self.v.cols() + 1)
     }
@@ -134,21 +134,21 @@ impl<T: Element> SortedGroup<'_, T> {
 #[derive(Clone, Copy, Debug)]
 struct Step {
     group: usize,
-    /// Blocks of a step before this one, on every process.
+    /// Blocks before this step, on every process.
     done: usize,
     /// Blocks of a step.
     blocks: usize,
 }
 
 impl Step {
-    /// The blocks of this step on a process.
+    /// Returns the blocks of this step on a process.
     fn of(self, process: usize, all: Balanced) -> Range<usize> {
         let Range { start, end } = all.range(process);
         (start + self.done).min(end)..(start + self.done + self.blocks).min(end)
     }
 }
 
-/// Blocks that a process works on at a time, and how many times that is for each group.
+/// Returns the blocks of a process per step, and the steps per group.
 pub(crate) fn steps(p: &Problem, blocks: usize, processes: usize, element: usize) -> (usize, usize) {
     let rows =
         p.n_k.div_ceil(blocks) * (p.d + p.d_v) + p.group_size() * p.n_q.div_ceil(blocks) * (p.d + p.d_v);
@@ -156,7 +156,7 @@ pub(crate) fn steps(p: &Problem, blocks: usize, processes: usize, element: usize
     (together, blocks.div_ceil(processes).div_ceil(together))
 }
 
-/// Bytes that a process sends: its rows that belong to others, and the outputs of those of others.
+/// Returns the bytes that a process sends: its rows for other processes, and the outputs of theirs.
 pub(crate) fn bytes(p: &Problem, processes: usize, element: usize) -> f64 {
     let away = (processes - 1) as f64 / (processes * processes) as f64 * p.batch as f64;
     let keys = (p.n_kv_heads * p.n_k * (p.d + p.d_v)) as f64;
@@ -164,13 +164,13 @@ pub(crate) fn bytes(p: &Problem, processes: usize, element: usize) -> f64 {
     away * (keys + queries) * element as f64
 }
 
-/// Rows on their way to and from one other process; of two, one travels while the other is worked on.
+/// Rows to and from one other process, double-buffered: one travels while the other is processed.
 #[derive(Default)]
 struct Peer<T> {
     /// Keys and values.
     keys_out: Vec<T>,
     keys_in: [Vec<T>; 2],
-    /// The same as bytes, where they travel in another form.
+    /// The same as bytes, if they travel in another form.
     packed_out: Vec<u8>,
     packed_in: Vec<u8>,
     /// Results of an earlier step, then queries of a later one.
@@ -178,7 +178,7 @@ struct Peer<T> {
     rows_in: [Vec<T>; 2],
 }
 
-/// Rows that came from one process.
+/// Rows received from one process.
 #[derive(Clone, Copy)]
 struct Received<'a, T> {
     /// Keys, then values.
@@ -186,15 +186,15 @@ struct Received<'a, T> {
     queries: &'a [T],
 }
 
-/// Where results go.
+/// Destination of results.
 enum Place<'a, 'p, T> {
-    /// To rows of this process.
+    /// Rows of this process.
     Slots(&'a mut [RowSlot<'p, T>]),
-    /// Outputs and log-sum-exps for another one.
+    /// Outputs and log-sum-exps for another process.
     Rows(&'a mut [T], &'a mut [T]),
 }
 
-/// Keys, values and biases of a block, behind those of the samples.
+/// Keys, values and biases of a block, after those of the samples.
 type Room<'s, T> = (Buf<'s, T>, Buf<'s, T>, Buf<'s, T>);
 
 /// One message in each direction.
@@ -222,7 +222,7 @@ fn exchange_all(
     }
 }
 
-/// The first `len` elements of storage that grows.
+/// Returns the first `len` elements of growing storage.
 fn room<X: Copy + Default>(storage: &mut Vec<X>, len: usize) -> &mut [X] {
     if storage.len() < len {
         storage.resize(len, X::default());
@@ -230,12 +230,12 @@ fn room<X: Copy + Default>(storage: &mut Vec<X>, len: usize) -> &mut [X] {
     &mut storage[..len]
 }
 
-/// Two things, that of this turn first.
+/// Returns two items, the one of this turn first.
 fn in_turn<X>([a, b]: &mut [X; 2], turn: usize) -> (&mut X, &mut X) {
     if turn.is_multiple_of(2) { (a, b) } else { (b, a) }
 }
 
-/// Copies rows to a place where they follow one another.
+/// Copies rows to contiguous memory.
 fn copy_rows<T: Element>(a: MatRef<'_, T>, order: &[u32], out: &mut [T]) {
     let copies = out.par_chunks_mut(COPY_ROWS * a.cols()).zip(order.par_chunks(COPY_ROWS));
     copies.for_each(|(out, order)| a.gather_into(order.iter().map(|&i| i as usize), out));
@@ -327,7 +327,7 @@ pub(crate) fn sort<T: Element>(
         .flat_map(|group| (0..each).map(move |i| Step { group, done: i * blocks, blocks }))
         .collect();
 
-    // Where the results of a head go, in the order of its queries.
+    // Destinations of a head's results, in the order of its queries.
     let heads = rows.o.chunks_mut((own * p.d_v).max(1)).zip(rows.lse.chunks_mut(own.max(1)));
     let mut slots: Vec<Vec<RowSlot<'_, T>>> = heads
         .zip(groups.iter().flat_map(|g| &g.queries))
@@ -342,7 +342,8 @@ pub(crate) fn sort<T: Element>(
 
     let mut info = RunInfo::default();
     let mut peers: Vec<Peer<T>> = (0..size).map(|_| Peer::default()).collect();
-    // In a turn the rows of one step come, those of the step before are worked on, and results of the one before that go.
+    // In a turn the rows of one step arrive, those of the previous step are processed, and the results of the one
+    // before are sent.
     for turn in 0..steps.len() + 2 {
         let step = |back: usize| {
             turn.checked_sub(back).and_then(|i| steps.get(i)).map(|step| (&groups[step.group], step))
@@ -381,7 +382,7 @@ pub(crate) fn sort<T: Element>(
             let (keys_in, keys_here) = in_turn(&mut peer.keys_in, turn);
             let (rows_in, rows_here) = in_turn(&mut peer.rows_in, turn);
             let (rows_out, rows_made) = in_turn(&mut peer.rows_out, turn);
-            // Queries came behind results, which were taken then.
+            // Queries follow results, which were already taken.
             let taken = if other == rank { 0 } else { results(step(3), rank, other) };
             inputs.push(Received { keys: keys_here, queries: rows_here.get(taken..).unwrap_or(&[]) });
             made.push(room(rows_made, if other == rank { 0 } else { results(working, other, rank) }));
@@ -469,7 +470,7 @@ fn attend_blocks<T: Element>(
     ws: &Workspace,
 ) -> RunInfo {
     let (size, d, d_v) = (inputs.len(), p.d, p.d_v);
-    // Of every block, the places of its rows, head by head and process by process.
+    // For every block the places of its rows, head by head and process by process.
     let mut tasks: Vec<Vec<Place<'_, '_, T>>> = blocks.clone().map(|_| Vec::new()).collect();
     for (queries, slots) in g.queries.iter().zip(slots) {
         let mut own = &mut slots[queries.rows(rank, blocks)];
@@ -501,7 +502,7 @@ fn attend_blocks<T: Element>(
     let scale = T::from_f64(p.scale);
     let counted: Vec<(u64, usize)> = ws.install(|cx| {
         let room = || {
-            // The samples stay, the keys of blocks follow them.
+            // The samples stay in place; the keys of blocks follow them.
             let (mut keys, mut values) =
                 (cx.scratch.take::<T>((m + most) * d), cx.scratch.take::<T>((m + most) * d_v));
             keys[..m * d].copy_from_slice(&g.sampled[0]);
@@ -531,7 +532,7 @@ fn attend_blocks<T: Element>(
                 }
                 at = end;
             }
-            // Samples inside the block are seen there.
+            // Samples inside the block are already among its keys.
             let ranks = g.samples.ranks();
             let inside = ranks.partition_point(|&r| r < near.start)..ranks.partition_point(|&r| r < near.end);
             let (outside, weight) = g.samples.beside(g.keys.cut.items(), near.clone());
@@ -539,7 +540,7 @@ fn attend_blocks<T: Element>(
             bias[inside].fill(T::NEG_INFINITY);
             bias[m..n].fill(T::ZERO);
             let bias = (!outside.is_empty()).then_some(&bias[..n]);
-            // Samples that are all inside are left out.
+            // If all samples are inside, they are left out.
             let from = if bias.is_some() { 0 } else { m };
             let (keys, values) = (
                 MatRef::new(&keys[from * d..n * d], n - from, d),
@@ -608,7 +609,7 @@ mod tests {
     use attlas::{Options, Problem, TensorRef, Workspace, registry};
     use attlas_num::rng::StreamKey;
 
-    /// Outputs and log-sum-exps of all rows, and the keys they visited.
+    /// Returns outputs and log-sum-exps of all rows, and the keys they visited.
     fn run(p: &Problem, options: &Options, wire: Wire, processes: usize) -> (Vec<f64>, u64) {
         let hyper = registry::method("hyper").unwrap();
         let draw = |name: &str, count: usize| -> Vec<f64> {

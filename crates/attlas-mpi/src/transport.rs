@@ -1,4 +1,4 @@
-//! Who moves bytes between processes.
+//! Movement of bytes between processes.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -14,12 +14,12 @@ pub struct Traffic {
     pub bytes: u64,
     /// Messages sent.
     pub messages: u64,
-    /// Seconds in which this process had nothing to do but wait for a message.
+    /// Seconds that this process spent only waiting for a message.
     pub waited: f64,
 }
 
 impl Traffic {
-    /// Traffic since `before`.
+    /// Returns the traffic since `before`.
     #[must_use]
     pub fn since(self, before: Traffic) -> Traffic {
         Traffic {
@@ -30,20 +30,20 @@ impl Traffic {
     }
 }
 
-/// Processes that send each other bytes. Every process calls the same functions in the same order. A process that cannot be
-/// reached ends all of them, as MPI does: nothing here returns an error.
+/// Processes that send each other bytes. Every process calls the same functions in the same order. An unreachable
+/// process ends all of them, as in MPI: no function returns an error.
 pub trait Transport: Debug {
-    /// This process, from 0.
+    /// Returns the rank of this process, from 0.
     fn rank(&self) -> usize;
 
-    /// Number of measurements.
+    /// Returns the number of processes.
     fn size(&self) -> usize;
 
-    /// The machine that this process runs on.
+    /// Returns the machine of this process.
     fn node(&self) -> String;
 
-    /// Sends `send` to `to` and receives `recv` from `from`; both are under way while `meanwhile` runs, which may call
-    /// what it is given to move them along.
+    /// Sends `send` to `to` and receives `recv` from `from` while `meanwhile` runs, which may call its argument to
+    /// advance the messages.
     fn exchange(
         &self,
         to: usize,
@@ -53,33 +53,33 @@ pub trait Transport: Debug {
         meanwhile: &mut dyn FnMut(&dyn Fn()),
     );
 
-    /// Sends.
+    /// Sends a message.
     fn send(&self, to: usize, bytes: &[u8]);
 
-    /// Receives a message of that length.
+    /// Receives a message of the length of `bytes`.
     fn receive(&self, from: usize, bytes: &mut [u8]);
 
-    /// The next number of a counter that all processes share, from 0.
+    /// Returns the next number of a shared counter, from 0.
     fn fetch_add(&self, counter: usize) -> u64;
 
-    /// Sets a counter back to 0. Nobody may use it at the same time.
+    /// Resets a counter to 0. No process may use it at the same time.
     fn reset(&self, counter: usize);
 
-    /// Sends a message of any length to process 0, which finds it with [`arrived`](Self::arrived).
+    /// Sends a message of any length to process 0, which receives it from [`arrived`](Self::arrived).
     fn report(&self, bytes: &[u8]);
 
-    /// Messages that were reported and not seen yet, on process 0.
+    /// Returns reported messages not returned yet, on process 0.
     fn arrived(&self) -> Vec<Vec<u8>>;
 
-    /// Everything sent so far, and all waiting.
+    /// Returns all traffic and waiting time so far.
     fn traffic(&self) -> Traffic;
 
-    /// Waits until all processes are here.
+    /// Waits until all processes have called it.
     fn barrier(&self) {
         self.gather_all(&[]);
     }
 
-    /// The bytes of every process, in the order of ranks, on every process.
+    /// Returns the bytes of every process, in the order of ranks, on every process.
     fn gather_all(&self, own: &[u8]) -> Vec<Vec<u8>> {
         let (rank, size) = (self.rank(), self.size());
         let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
@@ -101,12 +101,12 @@ pub trait Transport: Debug {
         all
     }
 
-    /// The bytes of `root` on every process, along a binary tree.
+    /// Broadcasts the bytes of `root` to every process, along a binary tree.
     fn broadcast(&self, root: usize, bytes: &mut Vec<u8>) {
         let (size, place) = (self.size(), (self.rank() + self.size() - root) % self.size());
         let real = |place: usize| (place + root) % size;
         let mut len = (bytes.len() as u64).to_le_bytes();
-        // The lowest set bit of a place says from whom it hears.
+        // The lowest set bit of a place determines its parent.
         let below = if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
         if place != 0 {
             self.receive(real(place - below), &mut len);
@@ -124,12 +124,12 @@ pub trait Transport: Debug {
     }
 }
 
-/// Processes that are threads of one program: for tests, and for what needs no other machine.
+/// Processes as threads of one program, for tests and for work on one machine.
 #[derive(Debug)]
 pub struct Threads {
     rank: usize,
     shared: Arc<Shared>,
-    /// Messages of each sender that were asked for: as in MPI, the order of asking decides which one is meant.
+    /// Number of messages requested from each sender: as in MPI, the order of requests matches them to messages.
     asked: RefCell<Vec<u64>>,
     traffic: RefCell<Traffic>,
 }
@@ -137,7 +137,7 @@ pub struct Threads {
 #[derive(Debug)]
 struct Shared {
     size: usize,
-    /// One for each sender and receiver.
+    /// One mailbox per sender and receiver.
     boxes: Vec<Mailbox>,
     reported: Mutex<Vec<Vec<u8>>>,
     counters: Vec<AtomicU64>,
@@ -150,21 +150,21 @@ struct Mailbox {
     came: Condvar,
 }
 
-/// Messages that came, by their number, and how many came in all.
+/// Arrived messages by number, and the number of all arrivals.
 #[derive(Debug, Default)]
 struct Letters {
     waiting: BTreeMap<u64, Vec<u8>>,
     sent: u64,
 }
 
-/// How long a process waits for a message before it gives up: another one has failed, and said why.
+/// Time after which a waiting process gives up: another one has failed and reported it.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Counters that processes share.
 pub(crate) const COUNTERS: usize = 2;
 
 impl Threads {
-    /// Runs `work` as each of `size` processes; the results in the order of ranks.
+    /// Runs `work` as each of `size` processes; returns the results in the order of ranks.
     pub fn run<R: Send>(size: usize, work: impl Fn(&Threads) -> R + Sync) -> Vec<R> {
         let shared = Arc::new(Shared {
             size,
@@ -207,14 +207,14 @@ impl Threads {
         traffic.messages += 1;
     }
 
-    /// Asks for the next message of `from`.
+    /// Requests the next message of `from`.
     fn ask(&self, from: usize) -> u64 {
         let asked = &mut self.asked.borrow_mut()[from];
         *asked += 1;
         *asked - 1
     }
 
-    /// The message that was asked for, when it has come.
+    /// Waits for the requested message.
     fn fetch(&self, from: usize, number: u64, bytes: &mut [u8]) {
         let begun = Instant::now();
         let mailbox = &self.shared.boxes[from * self.shared.size + self.rank];

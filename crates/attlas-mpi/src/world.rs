@@ -10,22 +10,22 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::time::Instant;
 
-/// Bytes of one message: counts of MPI are 31 bits.
+/// Most bytes of one message: counts of MPI have 31 bits.
 const MESSAGE: usize = 1 << 30;
 /// Messages of a schedule, and reports to process 0.
 const TAG: c_int = 1;
 const REPORT: c_int = 2;
-/// Bytes of one piece of a report: few enough to be sent at once, whether process 0 looks or not.
+/// Bytes of one piece of a report: few enough to be sent immediately, even if process 0 is busy.
 const PIECE: usize = 3072;
 
-/// All processes that `mpirun` started. Errors of MPI end all of them, which is what MPI does unless told otherwise.
+/// All processes that `mpirun` started. Errors of MPI end all of them, which is MPI's default.
 pub struct World {
     comm: SimpleCommunicator,
     window: ffi::MPI_Win,
     traffic: RefCell<Traffic>,
-    /// Pieces of reports on their way, with their requests.
+    /// Pieces of reports being sent, with their requests.
     sent: RefCell<Vec<(Vec<u8>, ffi::MPI_Request)>>,
-    /// Reports of which pieces are missing, by process.
+    /// Incomplete reports, by process.
     parts: RefCell<BTreeMap<i32, Vec<u8>>>,
     /// Dropped last: ends MPI.
     _universe: Universe,
@@ -38,8 +38,8 @@ impl std::fmt::Debug for World {
 }
 
 impl World {
-    /// Joins the processes of `mpirun`; `None` where MPI was joined before. To be called by the main thread, which then
-    /// makes all calls of MPI.
+    /// Joins the processes of `mpirun`; `None` if MPI was joined before. Call it on the main thread, which then makes
+    /// all calls of MPI.
     #[allow(unsafe_code)]
     pub fn join() -> Option<Self> {
         let (universe, _) = mpi::initialize_with_threading(mpi::Threading::Funneled)?;
@@ -79,7 +79,7 @@ impl World {
         traffic.messages += 1;
     }
 
-    /// Begins to send and receive; the requests are those of all messages.
+    /// Begins to send and receive; returns the requests of all messages.
     #[allow(unsafe_code)]
     fn begin(&self, to: Option<(usize, &[u8])>, from: Option<(usize, &mut [u8])>) -> Vec<ffi::MPI_Request> {
         let comm = self.comm.as_raw();
@@ -112,7 +112,7 @@ impl World {
         requests
     }
 
-    /// Waits for all of them.
+    /// Waits for all requests.
     #[allow(unsafe_code)]
     fn end(&self, mut requests: Vec<ffi::MPI_Request>) {
         let begun = Instant::now();
@@ -159,10 +159,10 @@ impl Transport for World {
     ) {
         let requests = self.begin(Some((to, send)), Some((from, recv)));
         let comm = self.comm.as_raw();
-        // Any call of MPI moves messages along.
+        // Any call of MPI advances messages.
         let progress = || {
             let mut found: c_int = 0;
-            // SAFETY: asks whether a message of a tag is there, and looks at nothing else.
+            // SAFETY: only tests if a message with this tag has arrived, and accesses nothing else.
             unsafe {
                 ffi::MPI_Iprobe(0, REPORT, comm, &raw mut found, ffi::RSMPI_STATUS_IGNORE);
             }
@@ -234,7 +234,7 @@ impl Transport for World {
         });
         let pieces: Vec<&[u8]> = if bytes.is_empty() { vec![bytes] } else { bytes.chunks(PIECE).collect() };
         for (i, piece) in pieces.iter().enumerate() {
-            // The first byte says whether more follows.
+            // The first byte is 1 if more pieces follow.
             let mut message = vec![u8::from(i + 1 < pieces.len())];
             message.extend_from_slice(piece);
             // SAFETY: as below.
@@ -259,7 +259,7 @@ impl Transport for World {
     fn arrived(&self) -> Vec<Vec<u8>> {
         use mpi::point_to_point::{MatchedReceiveVec, Source};
         let (mut all, mut parts) = (Vec::new(), self.parts.borrow_mut());
-        // Pieces of one process come in their order.
+        // Pieces of one process arrive in order.
         while let Some(message) = self.comm.any_process().immediate_matched_probe_with_tag(REPORT) {
             let (piece, status) = message.matched_receive_vec::<u8>();
             let from = status.source_rank();

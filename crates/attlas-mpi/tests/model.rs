@@ -1,4 +1,4 @@
-//! Models whose tokens lie on several processes, against one process.
+//! Models whose tokens are divided among several processes, compared with one process.
 
 use attlas::{Schedule, Workspace};
 use attlas_lab::Run;
@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// A small checkpoint of a family.
+/// Opens a small checkpoint of a family.
 fn model(family: &str) -> Arc<Model> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../goldens/model/families").join(family);
     Arc::new(Model::open(&folder).unwrap())
@@ -32,7 +32,7 @@ fn tokens(model: &Model, n: usize) -> Vec<u32> {
     (0..n).map(|i| ((i * i * 31 + 7 * i + 3) % model.config.vocab) as u32).collect()
 }
 
-/// Final hidden states of all tokens, and bytes of keys and values of each process.
+/// Returns the final hidden states of all tokens, and the bytes of keys and values on each process.
 fn spread(
     model: &Arc<Model>,
     recipe: &Recipe,

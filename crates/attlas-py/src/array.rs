@@ -1,8 +1,8 @@
-//! Views of Python arrays: the buffer of a plain NumPy array, NumPy's array interface where there is one, DLPack otherwise.
-//! The only room with `unsafe` code.
+//! Views of Python arrays: by the buffer of a plain NumPy array, by NumPy's array interface if there is one, otherwise
+//! by DLPack. The only module with `unsafe` code.
 //!
 //! A view keeps the exporting object alive and checks, in this order: element type, alignment, strides in whole elements,
-//! extents without overflow. Memory that the core cannot read as it lies is refused with `NeedsCopy`, and copied once by
+//! extents without overflow. Memory that the core cannot read in place is refused with `NeedsCopy`, and copied once by
 //! the array's own library. Other Python threads may write to an array during a call, as everywhere in NumPy.
 
 use crate::errors;
@@ -45,16 +45,16 @@ impl Owner {
     }
 }
 
-// SAFETY: the pointer is to memory that `_owner` keeps alive; what is done with it is said where slices are made.
+// SAFETY: the pointer is to memory that `_owner` keeps alive; its accesses are justified where slices are made.
 unsafe impl Send for View {}
 // SAFETY: as above; a shared view is only read.
 unsafe impl Sync for View {}
 
-/// An array as its exporter describes it.
+/// Description of an array by its exporter.
 struct Exported {
     data: *mut u8,
     shape: Vec<usize>,
-    /// In bytes; contiguous where absent.
+    /// Strides in bytes; contiguous if absent.
     strides: Option<Vec<isize>>,
     dtype: DType,
     read_only: bool,
@@ -62,8 +62,8 @@ struct Exported {
 }
 
 impl View {
-    /// Looks at an array of two to four axes; `tokens_first` is the layout with tokens before heads. `name` stands in
-    /// errors.
+    /// Views an array of two to four axes; `tokens_first` is the layout with tokens before heads. Errors contain
+    /// `name`.
     pub(crate) fn new(
         x: &Bound<'_, PyAny>,
         name: &str,
@@ -102,7 +102,7 @@ impl View {
         let empty = dims.contains(&0);
         let mut strides = [0usize; 3];
         for axis in 0..4 {
-            // Steps along axes of one element, or of an empty array, say nothing.
+            // Strides of axes with one element, or of an empty array, are meaningless.
             if dims[axis] <= 1 || empty {
                 if axis == 2 {
                     strides[2] = dims[3];
@@ -138,7 +138,7 @@ impl View {
         self.dtype
     }
 
-    /// Index of the last element plus one.
+    /// Returns the index of the last element plus one.
     fn extent(&self) -> Option<usize> {
         if self.dims.contains(&0) {
             return Some(0);
@@ -147,7 +147,7 @@ impl View {
         self.dims[3].checked_add(reach(0)?)?.checked_add(reach(1)?)?.checked_add(reach(2)?)
     }
 
-    /// Whether memory of both might be the same.
+    /// Returns true if both might share memory.
     pub(crate) fn overlaps(&self, other: &View) -> bool {
         let span = |v: &View| {
             let start = v.data as usize;
@@ -157,7 +157,7 @@ impl View {
         a < d && c < b && a != b && c != d
     }
 
-    /// Some sequences, heads and rows.
+    /// Selects sequences, heads and rows.
     pub(crate) fn part(&self, batch: Range<usize>, heads: Range<usize>, rows: Range<usize>) -> Part<'_> {
         let [b, h, n, c] = self.dims;
         assert!(batch.start <= batch.end && batch.end <= b, "sequences {batch:?} of {b}");
@@ -198,7 +198,7 @@ impl<'a> Part<'a> {
         Err(Error::shape("element type", format!("{:?}", T::DTYPE), format!("{:?}", self.view.dtype)))
     }
 
-    /// To be read.
+    /// Returns the part for reading.
     pub(crate) fn read<T: Real>(&self) -> Result<TensorRef<'a, T>> {
         self.check::<T>()?;
         let len = self.len();
@@ -213,11 +213,11 @@ impl<'a> Part<'a> {
     }
 }
 
-/// A view that is written to: it shares no memory with the inputs of its call.
+/// A writable view that shares no memory with the inputs of its call.
 pub(crate) struct Target(View);
 
 impl Target {
-    /// The same as [`View::new`], and an error if memory of `inputs` might be overwritten.
+    /// Creates a view like [`View::new`]; fails if memory of `inputs` might be overwritten.
     pub(crate) fn new(
         x: &Bound<'_, PyAny>,
         name: &str,
@@ -250,7 +250,7 @@ impl Target {
         &self.0
     }
 
-    /// Some sequences, heads and rows, to be written.
+    /// Returns sequences, heads and rows for writing.
     pub(crate) fn part<T: Real>(
         &mut self,
         batch: Range<usize>,
@@ -270,14 +270,14 @@ impl Target {
         TensorMut::new(data, part.dims, part.view.strides)
     }
 
-    /// Everything, to be written.
+    /// Returns the whole view for writing.
     pub(crate) fn whole<T: Real>(&mut self) -> Result<TensorMut<'_, T>> {
         let [b, h, n, _] = self.0.dims;
         self.part(0..b, 0..h, 0..n)
     }
 }
 
-/// An `[n]` or `[batch, heads, rows]` array that is contiguous, to be written: the log-sum-exp.
+/// A contiguous, writable `[n]` or `[batch, heads, rows]` array: the log-sum-exp.
 pub(crate) struct Flat {
     data: *mut u8,
     len: usize,
@@ -305,13 +305,13 @@ impl Flat {
         Ok(Self { data: exported.data, len, dtype: exported.dtype, _owner: exported.owner })
     }
 
-    /// The elements; none if they are of another type.
+    /// Returns the elements; none if they are of another type.
     pub(crate) fn write<T: Real>(&mut self) -> &mut [T] {
         if self.len == 0 || self.dtype != T::DTYPE {
             return &mut [];
         }
-        // SAFETY: the exporter vouches for `len` contiguous elements that can be written; alignment is checked. The package
-        // allocates this array for each call, so that nothing else holds its memory.
+        // SAFETY: the exporter vouches for `len` contiguous elements that can be written; alignment is checked. The
+        // package allocates this array for each call: nothing else refers to its memory.
         unsafe { std::slice::from_raw_parts_mut(self.data.cast::<T>(), self.len) }
     }
 
@@ -320,7 +320,7 @@ impl Flat {
     }
 }
 
-/// The int32 array `[batch, 1, rows, 2]` of intervals.
+/// Reads the int32 array `[batch, 1, rows, 2]` of intervals.
 pub(crate) fn intervals(x: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<(i32, i32)>>> {
     let raw = capsule(x, "mask")?;
     let t = raw.tensor();
@@ -341,8 +341,9 @@ pub(crate) fn intervals(x: &Bound<'_, PyAny>) -> PyResult<Vec<Vec<(i32, i32)>>> 
     Ok((0..batch).map(|b| (0..rows).map(|i| (at(b, i, 0), at(b, i, 1))).collect()).collect())
 }
 
-/// Where an array is read: address of the first element, sizes `[batch, heads, rows, columns]`, and elements between
-/// neighbours along the first three. The same view that every call makes, so that a test can see that nothing is copied.
+/// Returns where an array is read: address of the first element, sizes `[batch, heads, rows, columns]`, and strides
+/// along the first three axes in elements. It makes the same view as every call, which lets a test verify that nothing
+/// is copied.
 #[pyfunction]
 #[pyo3(signature = (x, tokens_first = false))]
 pub(crate) fn view(x: &Bound<'_, PyAny>, tokens_first: bool) -> PyResult<(usize, [usize; 4], [usize; 3])> {
@@ -376,7 +377,7 @@ fn export(x: &Bound<'_, PyAny>, name: &str) -> PyResult<Exported> {
     if let Some(object) = torch_export(x, name)? {
         return from_capsule(opened(object, name)?, name);
     }
-    // NumPy's own interface first: it also tells of read-only arrays, which older versions do not export by DLPack.
+    // NumPy's own interface first: it also covers read-only arrays, which older versions do not export by DLPack.
     match x.getattr_opt(intern!(py, "__array_interface__"))? {
         Some(interface) => from_interface(x, interface.cast::<PyDict>()?, name),
         None => from_capsule(opened(exported_capsule(x, name)?, name)?, name),
@@ -387,8 +388,8 @@ fn wrong_type(name: &str, found: &str) -> PyErr {
     PyTypeError::new_err(format!("{name}: expected elements float32 or float64 here, found {found}"))
 }
 
-/// A plain NumPy array of floats in this machine's order of bytes: a tenth of the time that the interface takes. `None`
-/// for everything else, which the interface describes in its own words.
+/// Reads a plain NumPy array of floats in native byte order, in a tenth of the interface's time. `None` for all other
+/// arrays, which go through the interface.
 fn from_buffer(x: &Bound<'_, PyAny>) -> Option<Exported> {
     let buffer = PyUntypedBuffer::get(x).ok()?;
     let dtype = match buffer.format().to_bytes() {
@@ -473,7 +474,7 @@ const READ_ONLY: u64 = 1;
 const VERSIONED: &CStr = c"dltensor_versioned";
 const PLAIN: &CStr = c"dltensor";
 
-/// A capsule that is held, not consumed: its own destructor frees the tensor.
+/// A capsule that is borrowed, not consumed: its own destructor frees the tensor.
 struct Capsule<'py> {
     object: Bound<'py, PyCapsule>,
     tensor: *const DlTensor,
@@ -503,7 +504,7 @@ impl DlTensor {
             .collect()
     }
 
-    /// In elements; `None` for a compact tensor.
+    /// Returns the strides in elements; `None` for a compact tensor.
     fn strides(&self) -> Option<Vec<isize>> {
         if self.strides.is_null() || self.ndim <= 0 {
             return None;
@@ -514,8 +515,8 @@ impl DlTensor {
     }
 }
 
-/// The capsule of a tensor of PyTorch by its own function; `Tensor.__dlpack__` is written in Python and takes ten times as
-/// long. `None` for other arrays and for subclasses, which say themselves what they export.
+/// Exports a PyTorch tensor by PyTorch's native function; `Tensor.__dlpack__` is written in Python and takes ten times
+/// as long. `None` for other arrays and for subclasses, which define their own export.
 fn torch_export<'py>(x: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
     static TORCH: PyOnceLock<(Py<PyAny>, Py<PyAny>)> = PyOnceLock::new();
     let py = x.py();

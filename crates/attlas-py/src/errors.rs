@@ -17,7 +17,7 @@ fn make<'py>(
     made().map_or_else(|e| e, PyErr::from_value)
 }
 
-/// Memory that the core cannot read as it lies: the caller copies it and tries again.
+/// Creates the error for memory that the core cannot read in place: the caller copies it and tries again.
 pub(crate) fn needs_copy(py: Python<'_>, why: &str) -> PyErr {
     make(py, "NeedsCopy", (why,))
 }
@@ -39,7 +39,7 @@ pub(crate) fn param(py: Python<'_>, text: String, name: &str, value: &str, expec
     make(py, "ParameterError", (text, name, value, expected))
 }
 
-/// An error of the library.
+/// Converts an error of the library.
 pub(crate) fn library(py: Python<'_>, error: Error) -> PyErr {
     let text = error.to_string();
     match error {
@@ -62,7 +62,7 @@ pub(crate) fn library(py: Python<'_>, error: Error) -> PyErr {
     }
 }
 
-/// An error of the model runtime.
+/// Converts an error of the model runtime.
 pub(crate) fn model(py: Python<'_>, error: attlas_model::Error) -> PyErr {
     use attlas_model::Error as E;
     let text = error.to_string();
@@ -75,7 +75,7 @@ pub(crate) fn model(py: Python<'_>, error: attlas_model::Error) -> PyErr {
     }
 }
 
-/// An error of the lab.
+/// Converts an error of the lab.
 pub(crate) fn lab(py: Python<'_>, error: attlas_lab::Error) -> PyErr {
     use attlas_lab::Error as E;
     let text = error.to_string();

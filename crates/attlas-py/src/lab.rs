@@ -1,5 +1,5 @@
-//! The lab: traces, comparisons, inspections, recipes and reports. Records go out as JSON with their table and picture; a
-//! Python function is told what is being done, and Ctrl-C ends it between two steps.
+//! The lab: traces, comparisons, inspections, recipes and reports. Records are returned as JSON with their table and
+//! picture; a Python function receives the progress, and Ctrl-C ends the work between two steps.
 
 use crate::array::{Access, View};
 use crate::errors;
@@ -34,7 +34,7 @@ fn meter() -> Meter {
     Meter { peak: || peak_alloc::PeakAlloc.peak_usage(), reset: || peak_alloc::PeakAlloc.reset_peak_usage() }
 }
 
-/// Tells a Python function of every step, and stops the work at Ctrl-C or where the function raises.
+/// Calls a Python function for every step, and stops the work at Ctrl-C or if the function raises.
 struct Watch {
     call: Option<Py<PyAny>>,
     stop: AtomicBool,
@@ -68,7 +68,7 @@ impl Watch {
         }
     }
 
-    /// The exception, unless it is Ctrl-C and what is finished is wanted.
+    /// Raises the exception, unless it is Ctrl-C and the finished part is to be kept.
     fn ended(self, py: Python<'_>, keep: bool) -> PyResult<()> {
         match self.raised {
             Some(e) if keep && e.is_instance_of::<pyo3::exceptions::PyKeyboardInterrupt>(py) => Ok(()),
@@ -78,20 +78,20 @@ impl Watch {
     }
 }
 
-/// The whole registry as `attlas methods --json` prints it.
+/// Returns the whole registry, as from `attlas methods --json`.
 #[pyfunction]
 pub(crate) fn atlas_json() -> PyResult<String> {
     json(&atlas::Atlas::new(None))
 }
 
-/// The page of one method.
+/// Returns the page of one method.
 #[pyfunction]
 pub(crate) fn method_text(py: Python<'_>, id: &str) -> PyResult<String> {
     let method = attlas::registry::method(id).map_err(|e| errors::library(py, e))?;
     Ok(atlas::MethodEntry::new(method).text())
 }
 
-/// The table of all methods, or of one family.
+/// Returns the table of all methods, or of one family.
 #[pyfunction]
 pub(crate) fn methods_text(py: Python<'_>, family: Option<&str>) -> PyResult<String> {
     let family = family.map(attlas_lab::select::family).transpose().map_err(|e| errors::lab(py, e))?;
@@ -106,14 +106,14 @@ pub(crate) struct Trace {
 
 #[pymethods]
 impl Trace {
-    /// Anything that names inputs on the command line: `demo`, `synthetic:…`, files.
+    /// Loads a source named as on the command line: `demo`, `synthetic:…`, files.
     #[staticmethod]
     fn load(py: Python<'_>, source: &str) -> PyResult<Self> {
         let load = || source.parse::<Source>()?.load();
         Ok(Self { work: Arc::new(py.detach(load).map_err(|e| errors::lab(py, e))?) })
     }
 
-    /// Layers as `(number, q, k, v, scale)` with arrays `[heads, n, d]`.
+    /// Creates a trace from layers `(number, q, k, v, scale)` with arrays `[heads, n, d]`.
     #[staticmethod]
     fn from_arrays(
         py: Python<'_>,
@@ -177,7 +177,7 @@ impl Trace {
         Ok(Self { work: Arc::new(Workload { source, mask, metadata, layers: data }) })
     }
 
-    /// A model of the Rust runtime reading a text.
+    /// Extracts a trace from a model of the Rust runtime that reads a text.
     #[staticmethod]
     fn extract(
         py: Python<'_>,
@@ -236,23 +236,23 @@ impl Trace {
         self.work.metadata.clone()
     }
 
-    /// Numbers of the layers.
+    /// Returns the numbers of the layers.
     #[getter]
     fn layers(&self) -> Vec<usize> {
         self.work.layers.iter().enumerate().map(|(i, x)| x.layer.unwrap_or(i)).collect()
     }
 
-    /// The scale of one layer.
+    /// Returns the scale of one layer.
     fn scale(&self, layer: usize) -> PyResult<f64> {
         Ok(self.work.layers[self.place(layer)?].problem.scale)
     }
 
-    /// Queries (0), keys (1) or values (2) of one layer.
+    /// Returns queries (0), keys (1) or values (2) of one layer.
     fn part(&self, layer: usize, which: usize) -> PyResult<Memory> {
         Ok(Memory { work: self.work.clone(), place: self.place(layer)?, which })
     }
 
-    /// The same with some layers alone.
+    /// Returns the trace with only some layers.
     fn keep(&self, py: Python<'_>, layers: Vec<usize>) -> PyResult<Self> {
         let mut work = (*self.work).clone();
         work.keep_layers(&layers).map_err(|e| errors::lab(py, e))?;
@@ -270,7 +270,7 @@ impl Trace {
     }
 }
 
-/// Memory of a trace that NumPy can look at without a copy.
+/// Memory of a trace that NumPy can view without a copy.
 #[pyclass(frozen, module = "attlas._native")]
 pub(crate) struct Memory {
     work: Arc<Workload>,
@@ -314,7 +314,7 @@ fn mask(causal: Option<bool>) -> Option<Mask> {
 /// JSON, the table as text, the table as Markdown, and the picture.
 type Shown = (String, String, String, String);
 
-/// Errors and times of methods.
+/// Measures errors and times of methods.
 #[pyfunction]
 pub(crate) fn compare(
     py: Python<'_>,
@@ -405,7 +405,7 @@ fn inspected(
     done.map_err(|e| errors::lab(py, e))
 }
 
-/// Sizes of spectra: `rank=64,power=2,seed=0` as on the command line.
+/// Parses the sizes of spectra: `rank=64,seed=0`.
 fn figures_from(py: Python<'_>, text: &str) -> PyResult<diagnostics::Settings> {
     let mut figures = diagnostics::Settings::default();
     for part in text.split(',').filter(|p| !p.is_empty()) {
@@ -440,7 +440,7 @@ fn figures_from(py: Python<'_>, text: &str) -> PyResult<diagnostics::Settings> {
     Ok(figures)
 }
 
-/// Inspection of heads.
+/// Inspects heads.
 #[pyfunction]
 pub(crate) fn inspect(
     py: Python<'_>,
@@ -456,7 +456,7 @@ pub(crate) fn inspect(
     Ok((json(&found)?, found.table().text(), found.table().markdown(), found.picture()))
 }
 
-/// One page with everything.
+/// Makes the report page.
 #[pyfunction]
 pub(crate) fn report(
     py: Python<'_>,
@@ -485,7 +485,7 @@ pub(crate) fn report(
     Ok(page.page())
 }
 
-/// The record of `attlas perplexity`, from JSON that the Python side computed.
+/// Reads a record like that of `attlas perplexity` from JSON that the Python side computed.
 fn record(text: &str) -> Result<Record, String> {
     let x: serde_json::Value = serde_json::from_str(text).map_err(|e| e.to_string())?;
     let number = |name: &str| x[name].as_f64().ok_or(format!("no number {name}"));
@@ -630,7 +630,7 @@ pub(crate) fn tune(
         model: name,
         command,
     };
-    // The search looks at the number of tokens alone; the Python side has the text.
+    // The search uses only the number of tokens; the Python side has the text.
     let [text, check_text] = texts.map(|(source, sha256, n)| Text { source, sha256, tokens: vec![0; n] });
     let mut called = Called { call: check, shape, raised: None };
     let mut watch = Watch::new(watch);
@@ -656,7 +656,7 @@ pub(crate) fn tune(
     }
 }
 
-/// Perplexity of a model of the Rust runtime.
+/// Measures the perplexity of a model of the Rust runtime.
 #[pyfunction]
 pub(crate) fn perplexity_of_file(
     py: Python<'_>,

@@ -1,5 +1,5 @@
-//! `attlas._native`: what the Python package `attlas` is made of. Registration alone; `docs/python.md` describes the
-//! package.
+//! `attlas._native`: the native part of the Python package `attlas`. This file only registers functions;
+//! `docs/python.md` describes the package.
 
 mod array;
 mod errors;
@@ -12,11 +12,11 @@ mod threads;
 use pyo3::prelude::*;
 use std::ffi::OsString;
 
-/// Counts allocated bytes, so that comparisons can say how much memory a method needs.
+/// Counts allocated bytes; comparisons report them as the memory of a method.
 #[global_allocator]
 static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
-/// To be called in the child after a fork.
+/// Resets thread pools; called in the child after a fork.
 #[pyfunction]
 fn after_fork() {
     threads::after_fork();

@@ -1,4 +1,4 @@
-//! The time of a problem without Python: what a call of the package is held against.
+//! Time of a problem without Python, the baseline for a call of the package.
 
 use crate::plan::{from_sizes, options};
 use crate::{errors, threads};
@@ -6,8 +6,8 @@ use attlas::{Out, Qkv, Result, TensorMut, TensorRef, Workspace, registry};
 use pyo3::prelude::*;
 use std::time::Instant;
 
-/// Seconds of one call, planning included, on average over `calls`: arrays, plan and output belong to Rust, and nothing of
-/// Python is between them. Single precision.
+/// Returns the mean seconds of a call over `calls`, including planning. Arrays, plan and output belong to Rust, without
+/// Python in between. Single precision.
 #[pyfunction]
 pub(crate) fn own_seconds(
     py: Python<'_>,

@@ -1,4 +1,4 @@
-//! Plans, streams, calibrations and the one call that does all: views in, rows out.
+//! Plans, streams, calibrations, and the single call that combines them: views in, rows out.
 
 use crate::array::{Access, Flat, Part, Target, View};
 use crate::{errors, threads};
@@ -169,7 +169,7 @@ fn run_views(
     }
 }
 
-/// Fields of `attlas.RunInfo`.
+/// Returns the fields of `attlas.RunInfo`.
 pub(crate) fn info<'py>(py: Python<'py>, info: &RunInfo) -> PyResult<Bound<'py, PyTuple>> {
     let status = serde_json::to_value(info.status).ok().and_then(|v| v.as_str().map(str::to_string));
     let figures = PyDict::new(py);
@@ -213,7 +213,7 @@ pub(crate) fn attend<'py>(
     let problem = views.problem(causal, scale);
     refuse_lse(py, method, lse.is_some_and(|x| !x.is_none()))?;
     let calibration = calibration.map(|c| &c.inner);
-    // Exact attention as it is plans in no time.
+    // Plain exact attention takes no time to plan.
     let here = std::ptr::eq(method, registry::baseline()) && options.is_empty();
     let ran = py.detach(|| {
         let work = |ws: &mut Workspace| {
@@ -234,7 +234,7 @@ fn refuse_lse(py: Python<'_>, method: &Method, wanted: bool) -> PyResult<()> {
     Ok(())
 }
 
-/// Every reason why a method refuses a problem.
+/// Returns every reason why a method refuses a problem.
 #[pyfunction]
 pub(crate) fn supports(
     py: Python<'_>,
@@ -251,7 +251,7 @@ pub(crate) fn supports(
     Ok(py.detach(|| method.support(&problem, &options).reasons))
 }
 
-/// Batch, heads, key heads, queries, keys, width, width of values.
+/// Builds a problem from batch, heads, key heads, queries, keys, width and width of values.
 pub(crate) fn from_sizes(
     [batch, heads, kv_heads, n_q, n_k, d, d_v]: [usize; 7],
     causal: bool,
@@ -260,7 +260,7 @@ pub(crate) fn from_sizes(
     problem([batch, heads, n_q, d], [batch, kv_heads, n_k, d], [batch, kv_heads, n_k, d_v], causal, scale)
 }
 
-/// A problem with everything decided that can be decided before the data is seen.
+/// A plan: all decisions about a problem that do not depend on the data.
 #[pyclass(frozen, module = "attlas._native")]
 pub(crate) struct Plan {
     plan: Box<dyn attlas::Plan>,
@@ -290,14 +290,14 @@ impl Plan {
         Ok(Self { plan, method })
     }
 
-    /// Sizes in the order of the constructor, scale, whether causal.
+    /// Returns the sizes in the order of the constructor, the scale, and true if causal.
     #[getter]
     fn problem(&self) -> ([usize; 7], f64, bool) {
         let p = self.plan.problem();
         ([p.batch, p.n_heads, p.n_kv_heads, p.n_q, p.n_k, p.d, p.d_v], p.scale, p.mask == Mask::Causal)
     }
 
-    /// Operations of set-up and run, bytes.
+    /// Returns the operations of set-up and run, and the bytes.
     #[getter]
     fn cost(&self) -> (u64, u64, u64) {
         let c = self.plan.cost();
@@ -329,7 +329,7 @@ impl Plan {
         info(py, &ran.map_err(|e| errors::library(py, e))?)
     }
 
-    /// Token-by-token decoding, or `None`.
+    /// Returns a stream for token-by-token decoding, or `None`.
     fn stream(&self, py: Python<'_>, double: bool) -> PyResult<Option<Stream>> {
         let dtype = if double { DType::F64 } else { DType::F32 };
         let problem = *self.plan.problem();
@@ -456,7 +456,7 @@ pub(crate) fn attend_last(
     attend_heads(stream, q, out, heads, dtype, ws)
 }
 
-/// The same into some heads of the output.
+/// Attends to a stream and writes some heads of the output.
 pub(crate) fn attend_heads(
     stream: &mut dyn attlas::Stream,
     q: Part<'_>,

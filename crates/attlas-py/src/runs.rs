@@ -1,8 +1,8 @@
 //! Attention of a model under a recipe: masks as intervals of keys, cut into runs that are ordinary problems.
 //!
-//! A row sees the keys of one interval. Consecutive rows whose intervals move together are a *run*: equal intervals
-//! (full), ends that rise by one from a common start (causal), or intervals of a fixed width that move along (window).
-//! Each run is a plain problem on views; padding is never read, so a sequence in a padded batch gets the bits it gets
+//! A row attends to the keys of one interval. Consecutive rows with related intervals form a *run*: equal intervals
+//! (full), ends that rise by one from a common start (causal), or moving intervals of a fixed width (window). Each run
+//! is an ordinary problem on views; padding is never read, and a sequence in a padded batch gives the same bits as
 //! alone.
 
 use crate::array::{Access, Flat, Target, View, intervals};
@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, TryLockError};
 
-/// Rows that are one ordinary problem.
+/// Rows that form one ordinary problem.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Run {
     kind: Kind,
@@ -46,7 +46,7 @@ impl Kind {
     }
 }
 
-/// Cuts the intervals of one sequence into runs; `Err` holds the first row whose keys are no interval.
+/// Cuts the intervals of one sequence into runs; `Err` has the first row whose keys are no interval.
 fn cut(rows: &[(i32, i32)], n_k: usize) -> Result<Vec<Run>, usize> {
     let mut runs = Vec::new();
     let interval = |i: usize| -> Result<(usize, usize), usize> {
@@ -86,7 +86,7 @@ fn cut(rows: &[(i32, i32)], n_k: usize) -> Result<Vec<Run>, usize> {
     Ok(runs)
 }
 
-/// Runs of every sequence as `(kind, first row, end, first key, end, window)`; for tests and for the curious.
+/// Returns the runs of every sequence as `(kind, first row, end, first key, end, window)`, for tests and inspection.
 #[pyfunction]
 pub(crate) fn runs(
     py: Python<'_>,
@@ -114,7 +114,7 @@ fn gap(py: Python<'_>, row: usize) -> PyErr {
     errors::unsupported(py, "attlas", vec![reason])
 }
 
-/// Which method for which head; see `docs/recipe.md`.
+/// Assignment of methods to heads; see `docs/recipe.md`.
 #[pyclass(frozen, module = "attlas._native")]
 pub(crate) struct Recipe {
     pub(crate) inner: recipe::Recipe,
@@ -124,7 +124,7 @@ pub(crate) struct Recipe {
 /// Parts of layers by layer, heads and key heads.
 type Resolved = HashMap<(usize, usize, usize), Arc<[recipe::HeadRun]>>;
 
-/// Layers that are kept; a model has fewer.
+/// Most cached layers; a model has fewer.
 const LAYERS_KEPT: usize = 1024;
 
 fn refused(method: &str, reason: &str) -> attlas_model::Error {
@@ -136,8 +136,8 @@ impl Recipe {
         Self { inner, resolved: Mutex::default() }
     }
 
-    /// The same as [`parts_of`](Self::parts_of), found out once: a model that decodes asks for every layer and token. The lock
-    /// is never waited for, so that a fork cannot leave it taken.
+    /// Caches [`parts_of`](Self::parts_of), because a decoding model needs it for every layer and token. It never waits
+    /// for the lock, which a fork may leave locked.
     fn parts_kept(
         &self,
         layer: usize,
@@ -156,8 +156,8 @@ impl Recipe {
         Ok(parts)
     }
 
-    /// Heads of one layer that are planned together. What a method learnt in the Rust runtime is in the coordinates of
-    /// the model's file, which transformers may keep in another order: a recipe with calibrations is refused.
+    /// Returns the heads of one layer that are planned together. Refuses recipes with calibrations: those of the Rust
+    /// runtime are in the coordinates of the model's file, and transformers may use another order.
     fn parts_of(
         &self,
         layer: usize,
@@ -198,7 +198,7 @@ impl Recipe {
     fn from_json(py: Python<'_>, text: &str) -> PyResult<Self> {
         let inner: recipe::Recipe = serde_json::from_str(text)
             .map_err(|e| errors::model(py, attlas_model::Error::Recipe(e.to_string())))?;
-        // Reading it back checks the version, too.
+        // Reading it back also checks the version.
         let written = inner.to_toml().and_then(|t| recipe::Recipe::from_toml(&t));
         Ok(Self::new(written.map_err(|e| errors::model(py, e))?))
     }
@@ -217,7 +217,7 @@ impl Recipe {
         serde_json::to_string(&self.inner).map_err(|e| PyRuntimeError::new_err(e.to_string()))
     }
 
-    /// The method of one query head, and its settings.
+    /// Returns the method of one query head, and its settings.
     fn choice(&self, layer: usize, head: usize) -> (String, String) {
         let (method, options) = self.inner.choice(layer, head);
         (method.into(), options.to_string())
@@ -232,7 +232,7 @@ impl Recipe {
         Ok(parts.into_iter().map(tell).collect())
     }
 
-    /// An error if a rule names a layer or head that does not exist, or a method refuses a problem of 64 tokens.
+    /// Fails if a rule names a layer or head that does not exist, or if a method refuses a problem of 64 tokens.
     fn check(
         &self,
         py: Python<'_>,
@@ -273,7 +273,7 @@ impl Recipe {
         done.map_err(|e| errors::library(py, e))?.map_err(|e| errors::model(py, e))
     }
 
-    /// The name of the model that it was made for, and its sizes in words; empty where the recipe does not say.
+    /// Returns the name of its model, and a description of the sizes; empty if the recipe does not have them.
     #[getter]
     fn made_for(&self) -> (String, String) {
         let shape = self.inner.evidence.get("model_shape").map(ToString::to_string);
@@ -290,7 +290,7 @@ impl Recipe {
     }
 }
 
-/// One line of what attended: method, kind of run, first head, end, runs.
+/// One count of attention calls: method, kind of run, first head, end, runs.
 type Count = (&'static str, &'static str, usize, usize, usize);
 
 /// Attention settings of one call.
@@ -303,8 +303,8 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Whether everything is a single run of exact attention, as for a new token: it plans in no time and goes to the threads itself
-    /// where it needs them.
+    /// Returns true if everything is a single run of exact attention, as for a new token: it takes no time to plan and
+    /// wakes the threads only if it needs them.
     fn is_one_exact_run(&self, sequences: &[Vec<Run>]) -> bool {
         let Some([run]) = sequences.first().map(Vec::as_slice) else { return false };
         let square = run.rows.len() == run.keys.len();
@@ -314,7 +314,7 @@ impl Job<'_> {
             && sequences.iter().all(|other| other[..] == [run.clone()])
     }
 
-    /// One run of some sequences; `lse` is that of the whole call.
+    /// Computes one run of some sequences; `lse` is that of the whole call.
     fn run<T: Real>(
         &self,
         run: &Run,
@@ -348,7 +348,7 @@ impl Job<'_> {
             groups: 0..groups,
         }];
         let window = run.kind.window().map(registry::sliding_window);
-        // Exact attention stands in where a method has no form: few rows over many keys, windows.
+        // Exact attention replaces methods without a form for the run: few rows over many keys, windows.
         let parts = if square && window.is_none() { self.parts } else { &everything[..] };
         let mut lse = lse;
         let mut info = RunInfo::default();
@@ -364,7 +364,7 @@ impl Job<'_> {
             let baseline = (registry::baseline(), Options::new());
             let (method, options) = match &window {
                 Some(window) => window.clone(),
-                // An encoder's heads go on with exact attention where the method has no unmasked form.
+                // An encoder's heads use exact attention if the method has no unmasked form.
                 None if !causal
                     && !part.is_baseline()
                     && !part.method.support(&problem, &part.options).is_yes() =>
@@ -402,7 +402,8 @@ impl Job<'_> {
     }
 }
 
-/// Attends as a model's layer: a mask of intervals or none, heads by the recipe. Rows that see nothing are zero.
+/// Computes the attention of a model's layer: a mask of intervals or none, methods by the recipe. Rows without a key
+/// are zero.
 #[pyfunction]
 pub(crate) fn attend_runs<'py>(
     py: Python<'py>,
@@ -457,7 +458,7 @@ pub(crate) fn attend_runs<'py>(
             let cut = cut?;
             if cut.len() == batch { cut } else { vec![cut[0].clone(); batch] }
         }
-        // A prompt into an empty static cache: keys past the prompt are not there yet.
+        // A prompt into an empty static cache: keys past the prompt do not exist yet.
         None if causal && n_q > 1 => {
             let keys = 0..n_q.min(n_k);
             vec![vec![Run { kind: Kind::Causal, rows: 0..n_q, keys }]; batch]
@@ -546,7 +547,7 @@ impl Streams {
 
 #[pymethods]
 impl Streams {
-    /// Sizes: batch, heads, key heads, capacity, width, width of values.
+    /// Creates streams for the sizes batch, heads, key heads, capacity, width and width of values.
     #[new]
     fn new(
         py: Python<'_>,
@@ -563,14 +564,14 @@ impl Streams {
             threads::run(0, |_| -> attlas::Result<_> {
                 let mut all = Vec::new();
                 for part in parts {
-                    // What attends for new tokens, where the recipe names another method for them.
+                    // The method for new tokens, if the recipe names another one for them.
                     let told = part.attending(true);
                     let part =
                         recipe::HeadRun { method: told.method, options: told.options, decode: None, ..part };
                     let (h, g) = (part.heads.len(), part.groups.len());
                     let problem =
                         problem([batch, h, n, d], [batch, g, n, d], [batch, g, n, d_v], true, scale);
-                    // Exact attention reads the cache that is there; a stream of its own would be a second one.
+                    // Exact attention reads the existing cache; a stream would duplicate it.
                     let stream = if part.is_baseline() {
                         None
                     } else {
@@ -584,7 +585,7 @@ impl Streams {
         Ok(Self { parts: Mutex::new(made.map_err(|e| errors::library(py, e))?), dtype })
     }
 
-    /// Whether any head decodes by a stream.
+    /// Returns true if any head decodes by a stream.
     #[getter]
     fn any(&self) -> PyResult<bool> {
         self.with(|parts| parts.iter().any(|(_, s)| s.is_some()))
@@ -599,7 +600,7 @@ impl Streams {
         self.with(|parts| parts.iter().filter_map(|(_, s)| s.as_ref()).map(|s| s.state_bytes()).sum())
     }
 
-    /// Pushes the keys that are not known yet and attends with the query of the last one, token by token.
+    /// Pushes the new keys and attends with the query of the last one, token by token.
     fn attend(
         &self,
         py: Python<'_>,

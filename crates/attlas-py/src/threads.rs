@@ -1,8 +1,8 @@
 //! Pools of threads and the workspaces on them, made on first use and reused.
 //!
-//! There is one pool for each number of threads, and on each a list of free workspaces, so that calls from several Python
-//! threads run at the same time. Threads do not survive a fork: pools are kept for one process, and a child forgets those
-//! of its parent without joining their threads, which do not exist there.
+//! There is one pool per number of threads, each with a list of free workspaces: calls from several Python threads can
+//! run at the same time. Threads do not survive a fork: pools belong to one process, and a child drops those of its
+//! parent without joining their threads, which do not exist there.
 
 use attlas::{Result, Schedule, Workspace};
 use std::collections::HashMap;
@@ -24,7 +24,7 @@ struct Pool {
     free: Vec<Workspace>,
 }
 
-/// The lock is never freed: after a fork it may be held by a thread that is gone, and is replaced.
+/// The lock is never freed: after a fork a thread that no longer exists may hold it, and it is replaced.
 static POOLS: AtomicPtr<Mutex<Pools>> = AtomicPtr::new(std::ptr::null_mut());
 
 fn fresh() -> *mut Mutex<Pools> {
@@ -39,7 +39,7 @@ fn pools() -> &'static Mutex<Pools> {
             match POOLS.compare_exchange(std::ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => made,
                 Err(other) => {
-                    // SAFETY: `made` came from `Box::into_raw` just above and was shown to nobody.
+                    // SAFETY: `made` came from `Box::into_raw` just above and was not shared.
                     drop(unsafe { Box::from_raw(made) });
                     other
                 }
@@ -49,19 +49,19 @@ fn pools() -> &'static Mutex<Pools> {
     unsafe { &*current }
 }
 
-/// To be called in the child after a fork.
+/// Replaces the pools; called in the child after a fork.
 pub(crate) fn after_fork() {
     POOLS.store(fresh(), Ordering::Release);
 }
 
-/// Runs `work` on a pool of that many threads (0: as many as the process may use), with scratch memory of its own. Plans
+/// Runs `work` on a pool of `threads` threads (0: all that the process may use), with its own scratch memory. Plans
 /// made and executed inside start at once, and never on rayon's global pool.
 pub(crate) fn run<R: Send>(threads: usize, work: impl FnOnce(&mut Workspace) -> R + Send) -> Result<R> {
     with(threads, |base, ws| base.install(|_| work(ws)))
 }
 
-/// Runs `work` on the calling thread, with a workspace of that many threads. For one plan that is at hand, or that is made without
-/// work of its own: it goes to the threads itself, or finds that it is done before they wake.
+/// Runs `work` on the calling thread, with a workspace of `threads` threads. Use it for a single plan that exists or is
+/// cheap to make: the plan wakes the threads itself, or is done before they would wake.
 pub(crate) fn run_here<R>(threads: usize, work: impl FnOnce(&mut Workspace) -> R) -> Result<R> {
     with(threads, |_, ws| work(ws))
 }
@@ -82,7 +82,7 @@ fn with<R>(threads: usize, work: impl FnOnce(&Workspace, &mut Workspace) -> R) -
 fn take(threads: usize) -> Result<(Arc<Workspace>, Workspace)> {
     let mut pools = pools().lock().unwrap_or_else(PoisonError::into_inner);
     if pools.process != std::process::id() {
-        // A fork that Python was not told of.
+        // A fork that did not go through Python.
         std::mem::forget(std::mem::take(&mut pools.pools));
         pools.process = std::process::id();
     }

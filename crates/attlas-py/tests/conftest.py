@@ -1,4 +1,4 @@
-"""What tests share: the reference in double precision, arrays of every library, tiny models, the real one."""
+"""Shared parts of the tests: the reference in double precision, arrays of every library, tiny models, the real one."""
 
 from __future__ import annotations
 

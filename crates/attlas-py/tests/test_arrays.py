@@ -129,7 +129,7 @@ def test_torch_memory_is_read_and_written_in_place():
 
 
 def views(x):
-    """The same numbers in memory that lies otherwise."""
+    """The same numbers in other memory layouts."""
     yield "read-only", np.lib.stride_tricks.as_strided(x, writeable=False)
     yield "transposed tokens and heads", np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
     wide = np.full((*x.shape[:-1], x.shape[-1] + 3), np.nan, x.dtype)

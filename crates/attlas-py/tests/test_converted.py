@@ -49,11 +49,11 @@ def test_biases_of_feed_forward_layers_are_loaded_with_the_class_of_the_folder(t
     record = convert(model, out, text, "--dtype", dtype)
     assert record["dtype"] == dtype
     assert record["written_diff"] < 1e-4
-    # Logits in one pass and with the cache are those that attlas wrote beside the model.
+    # Logits in one pass and with the cache equal those that attlas wrote beside the model.
     script = ROOT / "goldens/model/check_converted.py"
     done = subprocess.run([sys.executable, script, "--trust", out], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    # The stock class has no biases: without its own the folder is refused, and no bias dropped.
+    # The stock class has no biases: without the custom class the folder is refused, and no bias is dropped.
     with pytest.raises(ValueError, match="trust_remote_code"):
         transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)

@@ -17,7 +17,7 @@ def blocks(path: pathlib.Path, language: str) -> list[str]:
 
 
 def placed(text: str, models: pathlib.Path) -> str:
-    """The text with the folder that `scripts/fetch-models` filled here, if that is another than `.models`."""
+    """The text with the folder that `scripts/fetch-models` filled here, if it is not `.models`."""
     return text.replace('".models/', f'"{models}/')
 
 

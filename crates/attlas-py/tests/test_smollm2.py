@@ -80,8 +80,8 @@ def test_an_approximation_beside_the_rust_runtime(smol, models):
 
 
 def test_hyper_approximates_as_in_the_rust_runtime(smol, models):
-    """As many keys and a divergence of the same kind. Not the same: the coordinates of a head lie in another order, so that one
-    seed draws other hyperplanes, and draws differ by more than the error over tokens (docs/benchmarks/transformers.md)."""
+    """The same number of keys and a similar divergence. It is not equal: the coordinates of a head are in another order, one
+    seed gives other hyperplanes, and draws differ by more than the error over tokens (docs/benchmarks/transformers.md)."""
     model, _, ids = smol
     recipe = {"version": 1, "default": {"method": "hyper", "params": {"n_min": 256, "block": 64, "samples": 64}}}
     ours = attlas.perplexity(model, ids, tokens=1024, recipe=recipe)

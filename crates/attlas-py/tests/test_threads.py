@@ -29,7 +29,7 @@ def test_eight_threads_share_one_plan():
         try:
             for _ in range(5):
                 got[i] = plan(*inputs[i], num_threads=1 + i % 2)
-        except Exception as error:  # told to the test's own thread
+        except Exception as error:  # passed to the test's own thread
             failed.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -132,7 +132,7 @@ def test_numbers_of_threads_are_set_and_read(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/task")
 def test_work_stays_on_the_pools_of_the_package():
-    """Rayon's own pool has threads without a name, and a number of them that nobody chose."""
+    """Rayon's own pool has unnamed threads, in a number that no caller chose."""
     import subprocess
 
     code = """

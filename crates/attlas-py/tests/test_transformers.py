@@ -308,7 +308,7 @@ def warned(name):
 @pytest.mark.parametrize("name", list(tiny.CAUSAL))
 def test_the_lab_on_any_architecture(name):
     """Extraction, comparison, inspection, a report and a tuned recipe, all from the model object."""
-    # A window of 8 leaves nothing of mistral's layers to record; 32 is longer than the text that is compared.
+    # A window of 8 leaves no layer of mistral to record; 32 is longer than the compared text.
     model = tiny.causal(name, sliding_window=32) if name == "mistral" else tiny.causal(name)
     model = model.float()
     tokens = tiny.ids(1, 64)
@@ -334,7 +334,7 @@ def test_the_lab_on_any_architecture(name):
 
 
 def test_what_is_recorded_gives_the_output_of_the_model():
-    """The recorded queries, keys and values, attended by attlas, are what the next layer was handed."""
+    """The recorded queries, keys and values, attended by attlas, give the input of the next layer."""
     for name in ("llama", "gpt_oss", "deepseek_v3", "gemma2"):
         model = tiny.causal(name)
         tokens = tiny.ids(1, 24)
@@ -370,7 +370,7 @@ def test_models_that_bias_their_scores_are_refused():
         transformers.T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     ).eval()
     tokens = tiny.ids(1, 9)
-    # It does not follow the interface, or hands a bias: never a number.
+    # It does not follow the interface, or passes a bias: never a number.
     with pytest.raises((attlas.Error, ValueError)), hf.use(t5, "exact"), torch.no_grad():
         t5(input_ids=tokens, decoder_input_ids=tokens)
     falcon = transformers.FalconForCausalLM(
@@ -394,7 +394,7 @@ def test_speech():
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3_text"])
 def test_static_caches(name):
-    """Zeros behind the tokens are told apart by the mask alone."""
+    """Only the mask distinguishes the zeros after the tokens."""
     model, peer = tiny.causal(name), tiny.peer(name)
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     for inputs in (padded("left", (12, 7)), {"input_ids": tiny.ids(1, 11)}):

@@ -9,7 +9,7 @@ BASE = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
-# Architecture: what differs from the base.
+# Architecture: its differences from the base.
 CAUSAL = {
     "llama": {},
     "qwen2": {},
@@ -39,12 +39,12 @@ PEER = {"gemma2": "eager", "gpt_oss": "eager"}
 
 
 def peer(name):
-    """What a model is compared with: sdpa, where it has it."""
+    """The reference attention of a model: sdpa, if it has it."""
     return PEER.get(name, "sdpa")
 
 
 def causal(name, seed=0, **changes):
-    """A causal model, in double precision where it runs in it, so that differences are those of the algorithm."""
+    """A causal model, in double precision if it supports it: differences are then those of the algorithm."""
     torch.manual_seed(seed)
     settings = {**BASE, **CAUSAL.get(name, {}), **changes}
     config = transformers.AutoConfig.for_model(name, **settings)

@@ -54,7 +54,7 @@ fn main() -> attlas::Result<()> {
             plan.backward(&mut pass.into(), &mut ws)?;
             backward.push(start.elapsed().as_secs_f64());
         }
-        // The first run of each wakes threads and sets memory aside.
+        // The first run of each wakes threads and allocates memory.
         let median = |times: &mut Vec<f64>| {
             times.remove(0);
             times.sort_by(f64::total_cmp);

@@ -1,8 +1,8 @@
-//! How fast the kernels are on this machine, as a share of its measured peak.
+//! Speed of the kernels on this machine, as a share of its measured peak.
 //!
 //! `cargo run --release -p xtask --example kernel_speed [quick | decode | isa]`. Rates count
 //! `4 · N² · d` operations per attention (half under the causal mask) and leave out the exponentials.
-//! Peak and rate are measured in turn, in the same run, so that a change of clock speed touches both.
+//! Peak and rate are measured alternately in the same run: a change of clock speed then affects both.
 
 use attlas_num::kernels::{self, Attend, Band, Isa, Op, Precision};
 use attlas_num::rng::StreamKey;
@@ -22,7 +22,7 @@ fn best(runs: usize, mut f: impl FnMut()) -> f64 {
 
 fn normal<T: Real>(seed: u64, rows: usize, cols: usize) -> Mat<T> {
     let mut rng = StreamKey::new(seed).rng();
-    // Uniform with the variance of a normal variate: cheaper to draw, as good for timing.
+    // Uniform with the variance of a normal variate: cheaper to draw, and equivalent for timing.
     Mat::from_fn(rows, cols, |_, _| T::from_f64((rng.uniform() - 0.5) * 12f64.sqrt()))
 }
 
@@ -120,7 +120,7 @@ fn table<T: Real>(name: &str, isa: Isa, precision: Precision, sizes: &[usize]) {
     }
 }
 
-/// A few rows over a long cache: how much of the read bandwidth is reached.
+/// Prints the share of read bandwidth for a few rows over a long cache.
 fn decode() {
     let (n_k, d) = (32_768, 128);
     let (k, v) = (normal::<f32>(2, n_k, d), normal::<f32>(3, n_k, d));
@@ -131,7 +131,7 @@ fn decode() {
         let (mut out, mut lse) = (vec![0.0; rows * d], vec![0.0; rows]);
         let mut fastest = (f64::INFINITY, f64::INFINITY);
         for _ in 0..8 {
-            // Reading the long array also takes keys and values out of the caches.
+            // Reading the long array also evicts keys and values from the caches.
             let read = best(1, || {
                 black_box(kernels::read_sum(black_box(long.data())));
             }) / (long.data().len() * 4) as f64;

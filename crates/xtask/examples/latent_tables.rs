@@ -1,4 +1,4 @@
-//! The tables and the figure of docs/latent.md: what converting SmolLM2 to latent attention costs.
+//! The tables and the figure of docs/latent.md: the loss of converting SmolLM2 to latent attention.
 //!
 //! ```text
 //! scripts/fetch-models --lee
@@ -6,10 +6,10 @@
 //!     .models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf .models/lee/lee_background.cor [stages|ranks|sweep] [figure.svg]
 //! ```
 //!
-//! `latent_tables draw lines.txt figure.svg` draws the figure again from what a sweep wrote to standard error.
+//! `latent_tables draw lines.txt figure.svg` redraws the figure from the standard error of a sweep.
 //!
-//! Calibration on tokens 0 to 8191 as sequences of 256, once; perplexity in windows of 512 without overlap. Perplexities
-//! that were known beforehand stand beside those measured, and one that is off by more than 1 % makes it fail.
+//! Calibration on tokens 0 to 8191 as sequences of 256, once; perplexity in windows of 512 without overlap. Known
+//! perplexities are printed beside the measured ones; a difference of more than 1 % is a failure.
 
 use attlas::conversions::mla::{Calibration, Metric, Params, Rotate, Stage};
 use attlas::{Schedule, Workspace};
@@ -74,7 +74,7 @@ impl Run {
         Ok(read.perplexity().0)
     }
 
-    /// Moments of the model's layers on the hidden states of this one.
+    /// Collects moments of the model's layers on the hidden states of this one.
     fn moments(&self, hidden_of: &Arc<Model>) -> Outcome<Vec<Calibration>> {
         let (tokens, never) = (&self.tokens[..8192], &NEVER_STOP);
         Ok(calibrate(&self.model, hidden_of, tokens, 256, true, &self.threads, &mut |_, _| {}, never)?)
@@ -84,7 +84,7 @@ impl Run {
         Ok(self.threads.install(|_| convert(&self.model, params, stage, &self.first, again, false))?)
     }
 
-    /// Perplexity at a stage, and the mean share of the keys' energy that is still rotated.
+    /// Returns the perplexity at a stage, and the mean share of the keys' energy that is still rotated.
     fn at(&self, params: &Params, stage: Stage, range: std::ops::Range<usize>) -> Outcome<(f64, f64)> {
         let latents = self.convert(params, stage, None)?;
         let energy =
@@ -92,7 +92,7 @@ impl Run {
         Ok((self.perplexity(&Arc::new(latents.model), range)?, energy))
     }
 
-    /// A known perplexity and what was found, as cells.
+    /// Formats a known and a measured perplexity as cells.
     fn compare(&mut self, known: f64, found: f64) -> [String; 3] {
         let off = found / known - 1.0;
         self.worst = self.worst.max(off.abs());
@@ -212,7 +212,7 @@ impl Run {
         Ok(())
     }
 
-    /// Perplexity over the kept rank for every rotary width, by both recipes.
+    /// Measures perplexity over the kept rank for every rotary width, with both recipes.
     fn sweep(&mut self, figure: Option<&Path>) -> Outcome<()> {
         let range = 60_000..62_048;
         let mut found = Sweep { before: self.perplexity(&self.model, range.clone())?, points: Vec::new() };
@@ -241,7 +241,7 @@ struct Sweep {
 }
 
 impl Sweep {
-    /// Reads the lines that a sweep wrote to standard error.
+    /// Reads the lines of a sweep's standard error.
     fn read(path: &Path) -> Outcome<Self> {
         let mut sweep = Self { before: f64::NAN, points: Vec::new() };
         for line in std::fs::read_to_string(path)?.lines() {
@@ -261,7 +261,7 @@ impl Sweep {
         Ok(sweep)
     }
 
-    /// Prints a table, one line for each recipe and width, and draws it.
+    /// Prints a table with one line per recipe and width, and draws it.
     fn show(&self, figure: Option<&Path>) -> Outcome<()> {
         let mut table = Table::new(&["<recipe", "rotated", "rank 64", "128", "192", "256", "all"]);
         let mut drawn: Vec<Line> = Vec::new();

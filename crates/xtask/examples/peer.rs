@@ -1,4 +1,4 @@
-//! The attlas side of `bench/peers/*.py`: reads one JSON request a line, runs it once, answers with seconds.
+//! The attlas side of `bench/peers/*.py`: reads one JSON request per line, runs it once, answers with seconds.
 
 use attlas::methods::low_rank::linformer;
 use attlas::{
@@ -13,12 +13,12 @@ use std::collections::HashMap;
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-/// Bytes that are read to measure memory: far more than any cache.
+/// Bytes read to measure memory: far more than any cache.
 const MEMORY: usize = 256 << 20;
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// A problem with its data, kept between requests; planned once, or again in every run where set-up is timed.
+/// A problem with its data, kept between requests; planned once, or in every run if set-up is timed.
 struct Case {
     method: &'static Method,
     options: Options,
@@ -31,7 +31,7 @@ struct Case {
 }
 
 impl Case {
-    /// `learn` says what a trained layer would bring: `centroids` from the data, or a random matrix for `projections`.
+    /// `learn` replaces parameters of a trained layer: `centroids` from the data, or a random matrix for `projections`.
     fn new(id: &str, problem: &Problem, options: Options, learn: &str) -> Outcome<Self> {
         let p = problem;
         let method = registry::method(id)?;

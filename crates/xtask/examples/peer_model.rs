@@ -1,5 +1,5 @@
-//! The attlas side of `bench/peers/model.py`: reads one JSON request a line, runs it once, answers with seconds. A request for
-//! `ceilings` is answered with what the machine could do, one for `tokens` of a file with these.
+//! The attlas side of `bench/peers/model.py`: reads one JSON request per line, runs it once, answers with seconds. It
+//! answers `ceilings` with the machine's peak rates, and `tokens` with the tokens of a file.
 
 use attlas::{Options, Schedule};
 use attlas_lab::text::open_model;
@@ -65,8 +65,8 @@ fn run(
     Ok(json!({"prefill": prefill, "decode": start.elapsed().as_secs_f64()}))
 }
 
-/// Multiplications and additions of eight bits in a second, bytes read in a second, and what a token takes of both: those of
-/// its matrices in a prompt, and the bytes of all of them and of a cached token while decoding.
+/// Rates of 8-bit multiplications and additions and of bytes read, per second, and a token's use of both: the
+/// operations of its matrices in a prompt, and the bytes of all matrices and of a cached token while decoding.
 fn ceilings(threads: usize, model: &Model) -> Result<Value, Box<dyn std::error::Error>> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
     let (mut operations, mut bytes) = (0.0f64, 0.0f64);

@@ -1,4 +1,4 @@
-//! Method cards: the documentation of every method's module as HTML with MathML, which a page shows without a program.
+//! Method cards: the documentation of every method's module as HTML with MathML, which needs no script.
 
 use attlas::registry;
 use attlas_lab::hash::sha256;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
 
-/// Headings of a module's documentation, and the fields of a card they become.
+/// Headings of a module's documentation, and the corresponding fields of a card.
 const PARTS: [(&str, &str); 6] = [
     ("Idea", "idea"),
     ("Math", "math"),
@@ -39,7 +39,7 @@ pub(crate) fn run(check: bool) -> Result<()> {
     }
 }
 
-/// The cards of all methods as JSON.
+/// Returns the cards of all methods as JSON.
 fn cards() -> Result<String> {
     let works = works(&std::fs::read_to_string(root().join("docs/bibliography.md"))?);
     let mut cards = Map::new();
@@ -58,14 +58,14 @@ fn cards() -> Result<String> {
     Ok(String::from_utf8(out)? + "\n")
 }
 
-/// The module's documentation without its comment signs.
+/// Returns the module's documentation without comment markers.
 fn documentation(source: &str) -> String {
     let lines = source.split('\n').filter_map(|l| l.strip_prefix("//!"));
     let lines: Vec<&str> = lines.map(|l| l.strip_prefix(' ').unwrap_or(l)).collect();
     lines.join("\n")
 }
 
-/// Entries of the bibliography by key, without links: the page loads nothing and points nowhere.
+/// Returns the entries of the bibliography by key, without links: the page is self-contained.
 fn works(bibliography: &str) -> BTreeMap<String, String> {
     let entries = bibliography.split("\n## ").skip(1);
     entries
@@ -104,7 +104,7 @@ fn card(doc: &str, works: &BTreeMap<String, String>) -> Result<Value> {
     Ok(card.into())
 }
 
-/// Paragraphs and lists.
+/// Renders paragraphs and lists.
 fn block(text: &str) -> Result<String> {
     let mut html = String::new();
     let lines: Vec<&str> = text.split('\n').collect();
@@ -130,7 +130,7 @@ fn block(text: &str) -> Result<String> {
     Ok(html)
 }
 
-/// Text with formulas, code and emphasis. Formulas and code are set aside while the rest is escaped.
+/// Renders text with formulas, code and emphasis. Formulas and code are extracted before the rest is escaped.
 fn inline(text: &str) -> Result<String> {
     let (mut kept, mut plain, mut rest) = (Vec::new(), String::new(), text);
     let keep = |html: String, plain: &mut String, kept: &mut Vec<String>| {
@@ -167,19 +167,19 @@ fn inline(text: &str) -> Result<String> {
     Ok(out)
 }
 
-/// Text between two marks at the start of `text`, and its length including the marks.
+/// Returns the text between two marks at the start of `text`, and its length including the marks.
 fn between<'a>(text: &'a str, open: &str, close: &str) -> Option<(&'a str, usize)> {
     let inner = text.strip_prefix(open)?;
     let end = inner.find(close).filter(|&end| end > 0)?;
     Some((&inner[..end], open.len() + end + close.len()))
 }
 
-/// Length of the `(target)` of a link that `text` begins with, or 0.
+/// Returns the length of a link's `(target)` at the start of `text`, or 0.
 fn target_len(text: &str) -> usize {
     between(text, "(", ")").map_or(0, |(_, used)| used)
 }
 
-/// `[text](target)` as its text.
+/// Replaces `[text](target)` by its text.
 fn without_links(text: &str) -> String {
     let (mut out, mut rest) = (String::new(), text);
     while let Some(at) = rest.find('[') {
@@ -199,7 +199,7 @@ fn without_links(text: &str) -> String {
     (out + rest).trim().to_owned()
 }
 
-/// `**bold**` and `*italic*`.
+/// Renders `**bold**` and `*italic*`.
 fn emphasise(text: &str) -> String {
     let mut out = String::new();
     let mut rest = text;
@@ -231,7 +231,7 @@ fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
-/// A formula; an error says which one cannot be read.
+/// Renders a formula; the error names one that cannot be parsed.
 fn mathml(formula: &str, display_mode: DisplayMode) -> Result<String> {
     let storage = Storage::new();
     let events: std::result::Result<Vec<Event<'_>>, _> = Parser::new(formula, &storage).collect();

@@ -1,6 +1,6 @@
 //! The headline suite: each method at the setting its paper reports, timed beside exact attention on this machine.
 //!
-//! Three parts. **Speed-ups**: set-up included, exact attention in the same rounds, beside the published figure where the
+//! Three parts. **Speed-ups**: set-up included, exact attention in the same rounds, beside the published figure if the
 //! paper gives one for that length. **Growth**: exponents of time and memory over lengths 16384 to 131072, beside the
 //! published exponent. **Threads**: every method at 16384 tokens with one thread and with all.
 
@@ -21,13 +21,13 @@ type Result<T> = std::result::Result<T, Box<dyn Error>>;
 const GROWTH_LENGTHS: [usize; 4] = [16_384, 32_768, 65_536, 131_072];
 /// Length at which threads are compared.
 const THREADS_LENGTH: usize = 16_384;
-/// Tokens decoded for each of `--runs`: one takes about a millisecond.
+/// Tokens decoded per run: one takes about a millisecond.
 const DECODED_TOKENS: usize = 40;
-/// Runs of each length in one pass over all methods. Other programs disturb a machine for seconds at a time; figures are
-/// the fastest of runs that lie minutes apart.
+/// Runs of each length in one pass over all methods. Other programs disturb a machine for seconds at a time; figures
+/// are the fastest of runs minutes apart.
 const RUNS_PER_PASS: usize = 3;
 
-/// Never set: the suite runs to its end.
+/// Stop flag, never set: the suite runs to its end.
 static STOP: AtomicBool = AtomicBool::new(false);
 
 #[derive(clap::Args)]
@@ -35,7 +35,7 @@ pub(crate) struct Args {
     /// Timed runs of each speed-up, and passes over all methods for growth and threads.
     #[arg(long, default_value_t = 5)]
     runs: usize,
-    /// Skip a length at which one run is expected to take longer.
+    /// Skip a length if one run is expected to take longer than this.
     #[arg(long, default_value_t = 60.0)]
     max_seconds: f64,
     /// Threads; 0 for all.
@@ -46,7 +46,7 @@ pub(crate) struct Args {
     seed: u64,
 }
 
-/// A setting that is timed.
+/// A timed setting.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     method: &'static str,
@@ -56,7 +56,7 @@ struct Entry {
     causal: bool,
     decode: bool,
     kind: Kind,
-    /// Times faster than exact attention, as published.
+    /// Published speed-up over exact attention.
     published: Option<f64>,
 }
 
@@ -90,7 +90,7 @@ impl Entry {
         Ok(Chosen { method: registry::method(self.method)?, options, named: true })
     }
 
-    /// Whether both are timed in the same rounds: same inputs and mask, and no method with two settings.
+    /// Returns true if both can be timed in the same rounds: same inputs and mask, and no method with two settings.
     fn beside(&self, other: &Entry) -> bool {
         (self.n, self.d, self.causal, self.decode, self.kind)
             == (other.n, other.d, other.causal, other.decode, other.kind)
@@ -124,9 +124,10 @@ impl Entry {
     }
 }
 
-/// In the order of the survey. Published figures: han2024 (hyper), zandieh2023 (kdeformer, over the operations of an
-/// attention layer), xiong2021 (nystromformer), wang2020 (linformer), schroder2026 (wildcat), kacham2024 (polysketch, a step
-/// of training), hooper2025 (multipole), singhania2024 (loki). The other papers give no figure for these lengths.
+/// Settings in the order of the survey. Published figures: han2024 (hyper), zandieh2023 (kdeformer, over the operations
+/// of an attention layer), xiong2021 (nystromformer), wang2020 (linformer), schroder2026 (wildcat), kacham2024
+/// (polysketch, a step of training), hooper2025 (multipole), singhania2024 (loki). The other papers give no figure for
+/// these lengths.
 const ENTRIES: &[Entry] = &[
     Entry::of("hyper", 131_072).published(54.0),
     Entry::of("hyper", 131_072).causal().published(5.4),
@@ -231,11 +232,11 @@ fn growth(entries: &[Entry], lengths: &[usize], base: &Base) -> Result<Table> {
             growing.push(entry);
         }
     }
-    // By entry and length: the fastest run, since whatever else the machine does adds to a time, and the most memory.
+    // By entry and length: the fastest run, because other load only adds to a time, and the most memory.
     let mut points = vec![BTreeMap::<usize, (f64, usize)>::new(); growing.len()];
     for _ in 0..base.settings.runs {
         for (entry, points) in growing.iter().zip(&mut points) {
-            // Nothing here is compared with the ceilings, so they are measured roughly.
+            // The ceilings are not used here and are only measured roughly.
             let settings = Settings {
                 lengths: lengths.to_vec(),
                 runs: RUNS_PER_PASS,
@@ -288,7 +289,7 @@ fn threads(ids: &[&str], n: usize, base: &Base) -> Result<Table> {
     Ok(table)
 }
 
-/// The fastest run with one thread and with all; `None` for a method that refuses both masks.
+/// Returns the fastest run with one thread and with all; `None` for a method that refuses both masks.
 fn one_and_all(chosen: &Chosen, n: usize, base: &Base) -> Result<Option<[f64; 2]>> {
     let id = chosen.method.id;
     for mask in [Mask::None, Mask::Causal] {

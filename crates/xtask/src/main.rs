@@ -1,4 +1,4 @@
-//! Programs of the maintainers; nothing here is published.
+//! Programs for maintainers; nothing here is published.
 //!
 //! - `cargo run -p xtask -- cards`: the method cards of `attlas report`, from the documentation of the methods' modules.
 //! - `cargo run --release -p xtask -- headline`: speed-ups beside published ones, growth and threads, for
@@ -13,7 +13,7 @@ mod headline;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
-/// Counts allocated bytes, so that the headline suite can say how much memory a method needs.
+/// Counts allocated bytes, which the headline suite reports as the memory of a method.
 #[global_allocator]
 static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
 
@@ -32,7 +32,7 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
-    /// Time methods at the settings of their papers, beside exact attention.
+    /// Time methods at the settings of their papers, against exact attention.
     Headline(headline::Args),
 }
 

@@ -1,7 +1,7 @@
-//! Modules use each other as `docs/architecture.md` says.
+//! Checks that modules use each other only as `docs/architecture.md` allows.
 //!
-//! The page lists the modules of a crate line by line under "Modules, from the ground up"; a module may use those of the
-//! lines above its own. Names joined by `+` are one room and may use each other.
+//! The page lists the modules of a crate line by line under "Modules, from the ground up"; a module may use those in
+//! the lines above its own. Names joined by `+` form one group and may use each other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The line and the room of every module of a crate, as the page has them.
+/// Returns the line and the group of every module of a crate, from the page.
 fn listed(page: &str, krate: &str) -> BTreeMap<String, (usize, usize)> {
     let start =
         page.find(&format!("```text modules {krate}\n")).unwrap_or_else(|| panic!("no list of {krate}"));
@@ -28,14 +28,14 @@ fn listed(page: &str, krate: &str) -> BTreeMap<String, (usize, usize)> {
     modules
 }
 
-/// Code without comments, and without the tests at the end of a file.
+/// Returns code without comments and without the tests at the end of a file.
 fn code(path: &Path) -> String {
     let text = std::fs::read_to_string(path).unwrap();
     let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     text.lines().map(|l| l.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
 }
 
-/// Modules named after `crate::` in some code.
+/// Returns the modules named after `crate::` in some code.
 fn used(code: &str) -> BTreeSet<String> {
     let word = |text: &str| text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect::<String>();
     let mut found = BTreeSet::new();
@@ -76,7 +76,7 @@ fn files(folder: &Path, out: &mut Vec<PathBuf>) {
     }
 }
 
-/// Every arrow that the page does not allow, and every module that it does not name.
+/// Returns every dependency that the page does not allow, and every module that it does not name.
 fn violations(krate: &str) -> Vec<String> {
     let modules = listed(&std::fs::read_to_string(root().join("docs/architecture.md")).unwrap(), krate);
     let source = root().join("crates").join(krate).join("src");

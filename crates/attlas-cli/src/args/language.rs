@@ -15,16 +15,16 @@ pub(crate) struct ExtractArgs {
     pub(crate) model: ModelChoice,
     #[command(flatten)]
     pub(crate) text: TextChoice,
-    /// Where to write: .safetensors, .npz, or .npy for a single head.
+    /// Output file: .safetensors, .npz, or .npy for a single head.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
     /// Layers, such as 0-3,7; all by default.
     #[arg(long, value_name = "L,…")]
     pub(crate) layers: Option<Numbers>,
-    /// Query heads, such as 0-2; all by default. Of each key head as many as of every other.
+    /// Query heads, such as 0-2; all by default. Every key head must keep the same number of them.
     #[arg(long, value_name = "H,…")]
     pub(crate) heads: Option<Numbers>,
-    /// Also queries and keys before rotation, as layer{l}.q_pre and layer{l}.k_pre.
+    /// Also write queries and keys before rotation, as layer{l}.q_pre and layer{l}.k_pre.
     #[arg(long)]
     pub(crate) pre_rope: bool,
     /// Element type in a safetensors file.
@@ -37,10 +37,10 @@ pub(crate) struct ExtractArgs {
 pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) model: ModelChoice,
-    /// The text to tune on, and where no other is given, to check on what follows.
+    /// The text to tune on; without --check-text its following tokens are the check.
     #[arg(long, value_name = "FILE")]
     pub(crate) text: PathBuf,
-    /// Where to write the recipe.
+    /// Output file of the recipe.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
     /// Largest relative error of a head's output.
@@ -52,51 +52,51 @@ pub(crate) struct TuneArgs {
     /// Largest increase of the perplexity, such as 1% or 0.01.
     #[arg(long, value_name = "SHARE", value_parser = share, group = "budget")]
     pub(crate) max_ppl_increase: Option<f64>,
-    /// Tokens to tune on, and of a window of the check; by default 2048, or half the text.
+    /// Tokens to tune on, and per window of the check; by default 2048, or half the text.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) tokens: Option<usize>,
     /// Another text to check on.
     #[arg(long, value_name = "FILE")]
     pub(crate) check_text: Option<PathBuf>,
-    /// A third text, which gives the answer; by default what follows the check, where there is enough of it.
+    /// A third text, for the reported result; by default the tokens after the check, if there are enough.
     #[arg(long, value_name = "FILE")]
     pub(crate) answer_text: Option<PathBuf>,
-    /// Tokens to check on; as many as are tuned on by default.
+    /// Tokens to check on; by default the number tuned on.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) check_tokens: Option<usize>,
     #[command(flatten)]
     pub(crate) methods: MethodChoice,
-    /// Calibrations of methods: a file, or the folder that `attlas calibrate` wrote. Methods that learn
-    /// first are candidates with it.
+    /// Calibrations of methods: a file, or the folder that `attlas calibrate` wrote. With it, methods that need
+    /// calibration become candidates.
     #[arg(long, value_name = "PATH")]
     pub(crate) calibration: Option<PathBuf>,
-    /// Tune for prompts whose scored tokens need far keys: a passage read twice (repeat, repeat=TOKENS), hidden facts
-    /// (needle) or a list to look up (lookup), made from the texts.
+    /// Tune on prompts made from the texts whose scored tokens need distant keys: a passage read twice (repeat,
+    /// repeat=TOKENS), hidden facts (needle) or a list to look up (lookup).
     #[arg(long, value_name = "TASK")]
     pub(crate) task: Option<attlas_lab::task::Task>,
-    /// Leave new tokens to the methods of the prompt instead of choosing for them apart.
+    /// Use the methods of the prompt for new tokens, too, instead of choosing separate ones.
     #[arg(long)]
     pub(crate) no_decode: bool,
-    /// Also draw time against divergence for every budget: .svg or .pdf.
+    /// Also draw time against divergence over all budgets: .svg or .pdf.
     #[arg(long, value_name = "FILE")]
     pub(crate) curve: Option<PathBuf>,
     /// Layers that may be changed, such as 0-3,7; all by default.
     #[arg(long, value_name = "L,…")]
     pub(crate) layers: Option<Numbers>,
-    /// How much is tried.
+    /// Extent of the search.
     #[arg(long, value_enum, default_value_t = Effort::Normal)]
     pub(crate) effort: Effort,
-    /// Where measurements are kept; the name of the recipe with .jsonl added by default.
+    /// File that keeps the measurements; by default the name of the recipe with .jsonl added.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
-    /// Under mpirun, let machines take part whose measured peaks differ by more than 10 %: times of their key heads
-    /// do not compare.
+    /// Under mpirun, accept machines whose measured peaks differ by more than 10 %, although times of their key heads
+    /// are then not comparable.
     #[arg(long)]
     pub(crate) mixed: bool,
-    /// Measure part I of N alone, counted from 0, and write no recipe.
+    /// Measure only part I of N, counted from 0, and write no recipe.
     #[arg(long, value_name = "I/N")]
     pub(crate) shard: Option<Shard>,
-    /// Take over the measurements in these files.
+    /// Also use the measurements in these files.
     #[arg(long, value_delimiter = ',', value_name = "FILE,…")]
     pub(crate) merge: Vec<PathBuf>,
 }
@@ -105,10 +105,10 @@ pub(crate) struct TuneArgs {
 pub(crate) struct CalibrateArgs {
     #[command(flatten)]
     pub(crate) model: ModelChoice,
-    /// The text to learn from, and to try on what follows; - is standard input.
+    /// The text to learn from, and then to check on its following tokens; - is standard input.
     #[arg(long, value_name = "FILE")]
     pub(crate) text: PathBuf,
-    /// The folder to write: a file for each method, ID.calibration.json, and what was found, errors.json.
+    /// The folder to write: ID.calibration.json for each method, and errors.json with the errors measured.
     #[arg(long, short, value_name = "FOLDER")]
     pub(crate) out: PathBuf,
     #[command(flatten)]
@@ -116,7 +116,7 @@ pub(crate) struct CalibrateArgs {
     /// Tokens to learn from; by default 2048, or half the text.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) tokens: Option<usize>,
-    /// Tokens after them that the methods are tried on; as many as they learn from by default.
+    /// Tokens after those to check on; by default the number learnt from.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) check_tokens: Option<usize>,
     /// Layers, such as 0-3,7; all by default.
@@ -130,33 +130,34 @@ pub(crate) struct PerplexityArgs {
     pub(crate) model: ModelChoice,
     #[command(flatten)]
     pub(crate) text: TextChoice,
-    /// Tokens of a window; by default 2048, or the model's context where that is shorter. Past that context the base of
-    /// the model's rotation is stretched (NTK-aware).
+    /// Tokens per window; by default 2048, or the model's context if that is shorter. Beyond that context the base of
+    /// the rotary positions is increased (NTK-aware scaling).
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) context: Option<usize>,
-    /// Tokens from the start of a window to the next; as many as a window has by default.
+    /// Tokens from the start of one window to that of the next; by default one window.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) stride: Option<usize>,
-    /// Which tokens are scored.
+    /// Protocol: the windows and the tokens scored in them.
     #[arg(long, value_enum, default_value_t = ProtocolName::Strided)]
     pub(crate) protocol: ProtocolName,
-    /// Make a prompt of --context tokens from the text whose scored tokens need far keys: a passage read twice
+    /// Make a prompt of --context tokens from the text whose scored tokens need distant keys: a passage read twice
     /// (repeat, repeat=TOKENS), hidden facts (needle) or a list to look up (lookup).
     #[arg(long, value_name = "TASK", conflicts_with_all = ["stride", "protocol"])]
     pub(crate) task: Option<attlas_lab::task::Task>,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
-    /// Keep finished windows in this file; the same command goes on from it, on any number of processes.
+    /// Keep finished windows in this file; the same command resumes from it, on any number of processes.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
-    /// What processes share under mpirun: windows, each run by one of them, or keys, where the tokens of every window and
-    /// their keys in all layers lie on all processes. By default keys where there are fewer windows than processes.
+    /// How MPI processes share the work: windows (each window runs on one process) or keys (the tokens of every window,
+    /// and their keys in all layers, are divided among all processes). By default keys if there are fewer windows than
+    /// processes.
     #[arg(long, value_enum, value_name = "WHAT")]
     pub(crate) spread: Option<SpreadName>,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
-    /// Rounding of the operands of linear layers before they multiply: f32 (none), bf16, or int8, whole numbers of
-    /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
+    /// Rounding of the operands of linear layers: f32 (none), bf16, or int8, 8-bit integers with one scale per 32, as
+    /// in llama.cpp. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
     #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
     pub(crate) compute: Compute,
 }
@@ -184,47 +185,47 @@ pub(crate) struct GenerateArgs {
     /// A file with the text to continue; - is standard input.
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     pub(crate) prompt_file: Option<PathBuf>,
-    /// The prompt is a message: use the model's chat template.
+    /// Treat the prompt as a message: use the model's chat template.
     #[arg(long)]
     pub(crate) chat: bool,
     /// System message, before the user's.
     #[arg(long, value_name = "TEXT", requires = "chat")]
     pub(crate) system: Option<String>,
-    /// Add this many tokens at most.
+    /// Generate at most this many tokens.
     #[arg(long, short = 'n', default_value_t = 128, value_name = "N")]
     pub(crate) max_tokens: usize,
-    /// Make room for this many tokens. Past the model's context the base of its rotation is stretched (NTK-aware), which costs
-    /// some accuracy; by default as many as the model was made for.
+    /// Context length in tokens; by default the model's own. Beyond that the base of the rotary positions is increased
+    /// (NTK-aware scaling), which costs some accuracy.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) context: Option<usize>,
-    /// Divides the logits; 0 always takes the likeliest token.
+    /// Divisor of the logits; 0 always takes the likeliest token.
     #[arg(long, default_value_t = 0.0, value_name = "T")]
     pub(crate) temperature: f64,
-    /// Choose among this many tokens at most.
+    /// Choose among at most this many of the likeliest tokens.
     #[arg(long, value_name = "N")]
     pub(crate) top_k: Option<usize>,
-    /// Choose among the likeliest tokens that have this probability together.
+    /// Choose among the likeliest tokens that together have this probability.
     #[arg(long, value_name = "P")]
     pub(crate) top_p: Option<f64>,
-    /// End before this text; may be repeated.
+    /// Stop before this text; may be repeated.
     #[arg(long, value_name = "TEXT")]
     pub(crate) stop: Vec<String>,
-    /// Go on after a token that ends the text.
+    /// Continue after an end-of-text token.
     #[arg(long)]
     pub(crate) ignore_eos: bool,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
-    /// Rounding of the operands of linear layers before they multiply: f32 (none), bf16, or int8, whole numbers of
-    /// eight bits, 32 with one scale, as llama.cpp does. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
+    /// Rounding of the operands of linear layers: f32 (none), bf16, or int8, 8-bit integers with one scale per 32, as
+    /// in llama.cpp. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
     #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
     pub(crate) compute: Compute,
 }
 
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct CacheChoice {
-    /// How cached keys and values are stored: f32, bf16 or q8. perplexity says what it costs.
+    /// Element type of cached keys and values: f32, bf16 or q8. `attlas perplexity` measures the loss.
     #[arg(long, default_value = "f32", value_name = "TYPE")]
     pub(crate) cache: CacheFormat,
 }

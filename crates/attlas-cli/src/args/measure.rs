@@ -10,12 +10,12 @@ use std::path::PathBuf;
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct MethodsArgs {
-    /// Show this method, layer or conversion whole.
+    /// Show this method, layer or conversion in full.
     pub(crate) id: Option<String>,
-    /// One family alone: exact, clustering, low_rank or kernel.
+    /// Only this family: exact, clustering, low_rank or kernel.
     #[arg(long, value_name = "NAME", conflicts_with = "id")]
     pub(crate) family: Option<String>,
-    /// Write a picture of all methods, layers and conversions by family: SVG, or PDF where the name ends in .pdf.
+    /// Write a picture of all methods, layers and conversions by family: SVG, or PDF if the name ends in .pdf.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["id", "family"])]
     pub(crate) svg: Option<std::path::PathBuf>,
 }
@@ -24,8 +24,7 @@ pub(crate) struct MethodsArgs {
 pub(crate) struct InspectArgs {
     #[command(flatten)]
     pub(crate) inputs: Inputs,
-    /// Query heads, such as 0-2; all by default. Heads with numbers that are not finite are named and
-    /// left out.
+    /// Query heads, such as 0-2; all by default. Heads with non-finite numbers are named and left out.
     #[arg(long, value_name = "H,…")]
     pub(crate) heads: Option<Numbers>,
     #[command(flatten)]
@@ -37,21 +36,21 @@ pub(crate) struct InspectArgs {
     /// Contents of --svg: all of each head, or one of the survey's figures over layers.
     #[arg(long, value_enum, default_value_t = Figure::Heads, requires = "svg")]
     pub(crate) figure: Figure,
-    /// Draw the weights of each head before and after sorting queries and keys by hash codes, in place of the other
+    /// Draw the weights of each head before and after sorting queries and keys by hash codes, instead of the other
     /// figures.
     #[arg(long, value_enum, value_name = "METHOD", requires = "svg", conflicts_with = "html")]
     pub(crate) reorder: Option<ReorderName>,
-    /// Tokens of a block on the diagonal, for --reorder.
+    /// Tokens per diagonal block, for --reorder.
     #[arg(long, default_value = "256", value_name = "N", value_parser = count, requires = "reorder")]
     pub(crate) block: usize,
-    /// Keep finished heads in this file; the same command goes on from it, on any number of processes.
+    /// Keep finished heads in this file; the same command resumes from it, on any number of processes.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ReorderName {
-    /// Signs of random projections in the order of their Gray ranks.
+    /// Signs of random projections, sorted by Gray rank.
     Hyper,
 }
 
@@ -71,29 +70,29 @@ pub(crate) struct CompareArgs {
     /// Seeds for methods that draw random numbers.
     #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) seeds: u32,
-    /// Begin nothing new after this many seconds.
+    /// Start no new measurement after this many seconds.
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub(crate) time_limit: Option<f64>,
-    /// Give every method the same budget, whatever its parameter is called: keys=N scores a query,
-    /// time=P% of exact attention's seconds, or memory=SIZE beyond inputs and output (such as 8M).
+    /// Give every method the same budget: keys=N (scores per query), time=P% (of exact attention's time) or memory=SIZE
+    /// (beyond inputs and output, such as 8M).
     #[arg(long = "match", value_name = "WHAT=AMOUNT")]
     pub(crate) matched: Option<Budget>,
-    /// Also measure every method over a range of scores, as published and beside a near field.
+    /// Also measure every method over a range of score counts, as published and with a near field.
     #[arg(long, conflicts_with = "matched")]
     pub(crate) curves: bool,
     /// Largest mean relative error accepted: exit with 1 if no method stays within it.
     #[arg(long, value_name = "ERROR", value_parser = positive)]
     pub(crate) budget: Option<f64>,
-    /// One line for each head instead of one for each method.
+    /// Print one line per head instead of one per method.
     #[arg(long)]
     pub(crate) each_head: bool,
-    /// Use what methods learnt before, from a file of calibrations, instead of learning from the inputs.
+    /// Use the calibrations in this file instead of learning from the inputs.
     #[arg(long, value_name = "FILE")]
     pub(crate) calibration: Option<PathBuf>,
-    /// Also write what methods learnt to a file of calibrations.
+    /// Also write what methods learn to this file of calibrations.
     #[arg(long, value_name = "FILE")]
     pub(crate) save_calibration: Option<PathBuf>,
-    /// Keep finished key heads in this file; the same command goes on from it, on any number of processes.
+    /// Keep finished key heads in this file; the same command resumes from it, on any number of processes.
     #[arg(long, value_name = "FILE")]
     pub(crate) state: Option<PathBuf>,
     #[command(flatten)]
@@ -104,10 +103,10 @@ pub(crate) struct CompareArgs {
 pub(crate) struct ReportArgs {
     #[command(flatten)]
     pub(crate) inputs: Inputs,
-    /// Where to write the page.
+    /// Output file of the page.
     #[arg(long, short, value_name = "FILE")]
     pub(crate) out: PathBuf,
-    /// Show this recipe, too.
+    /// Also show this recipe.
     #[arg(long, value_name = "FILE")]
     pub(crate) recipe: Option<PathBuf>,
     #[command(flatten)]
@@ -115,7 +114,7 @@ pub(crate) struct ReportArgs {
     /// Seeds for methods that draw random numbers.
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) seeds: u32,
-    /// Begin no new comparison after this many seconds of comparing.
+    /// Start no new comparison after this many seconds of comparing.
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
     pub(crate) time_limit: Option<f64>,
     #[command(flatten)]
@@ -128,44 +127,44 @@ pub(crate) struct BenchArgs {
     pub(crate) methods: MethodChoice,
     #[command(flatten)]
     pub(crate) device: DeviceChoice,
-    /// Lengths; k stands for 1024.
+    /// Sequence lengths; k stands for 1024.
     #[arg(long, value_delimiter = ',', default_value = "1k,2k,4k,8k", value_name = "N,…", value_parser = count)]
     pub(crate) n: Vec<usize>,
-    /// Widths of heads.
+    /// Head widths.
     #[arg(long, value_delimiter = ',', default_value = "64", value_name = "D,…", value_parser = count)]
     pub(crate) d: Vec<usize>,
     /// Query heads.
     #[arg(long, default_value = "1", value_name = "N", value_parser = count)]
     pub(crate) heads: usize,
-    /// Key heads; as many as query heads by default.
+    /// Key heads; by default one for each query head.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) kv_heads: Option<usize>,
-    /// With a causal mask.
+    /// Use a causal mask.
     #[arg(long)]
     pub(crate) causal: bool,
-    /// One new token at a time over a cache of N.
+    /// Time one new token at a time over a cache of N tokens.
     #[arg(long)]
     pub(crate) decode: bool,
     /// Timed runs of each method at each length.
     #[arg(long, default_value_t = 7, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) runs: u32,
-    /// Skip a length at which one run is expected to take longer.
+    /// Skip a length if one run is expected to take longer than this.
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", value_parser = positive)]
     pub(crate) max_seconds: f64,
-    /// How keys and values travel between the processes of mpirun: as they are, or rounded to bf16.
+    /// Form in which keys and values travel between MPI processes: unchanged, or rounded to bf16.
     #[arg(long, value_enum, default_value_t = WireName::Full)]
     pub(crate) wire: WireName,
     /// Predict times on a cluster instead, from this machine's rates: nodes=N,gbps=G,us=U; may be repeated.
     #[arg(long, value_name = "nodes=N,gbps=G,us=U", conflicts_with_all = ["decode", "peer_json"])]
     pub(crate) cluster: Vec<Cluster>,
-    /// Figures measured by another program, merged where the shapes agree (docs/json.md).
+    /// Add figures measured by another program where the shapes agree (docs/json.md).
     #[arg(long, value_name = "FILE")]
     pub(crate) peer_json: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum WireName {
-    /// As they are.
+    /// Unchanged.
     Full,
     /// Rounded to 8 significant bits.
     Bf16,

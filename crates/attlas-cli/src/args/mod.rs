@@ -1,5 +1,5 @@
-//! The commands, and the flags that all of them have. Their arguments are in one file
-//! for each kind of command, and groups of arguments that several commands take in [`shared`].
+//! The commands, and the flags common to all of them. Each kind of command has a file for its arguments; [`shared`] has
+//! the groups of arguments that several commands take.
 
 mod decompose;
 mod language;
@@ -52,11 +52,11 @@ pub(crate) struct Cli {
     pub(crate) common: Common,
 }
 
-/// Where flags of every command stand in the help of each.
+/// Help heading of the flags common to all commands.
 const GLOBAL: &str = "Options of every command";
 
-/// Examples and remarks as they are printed: commands that are too long for 80 columns go on after a backslash, so that
-/// they can be pasted, and paragraphs are left for the terminal to break.
+/// Lays out examples and remarks for printing. Commands too long for 80 columns continue after a backslash, which keeps
+/// them pasteable; paragraphs are left for the terminal to wrap.
 pub(crate) fn laid_out(text: &str) -> String {
     let command = |line: &str| {
         let (mut out, mut width) = (String::new(), 0);
@@ -96,7 +96,7 @@ pub(crate) fn laid_out(text: &str) -> String {
     text.split("\n\n").map(block).collect::<Vec<_>>().join("\n\n")
 }
 
-/// Flags of every command.
+/// Flags common to all commands.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Common {
     /// Print one JSON document (docs/json.md describes every field).
@@ -108,16 +108,16 @@ pub(crate) struct Common {
     /// Print Markdown.
     #[arg(long, global = true, help_heading = GLOBAL, visible_alias = "markdown")]
     pub(crate) md: bool,
-    /// Threads; 0 takes as many as the machine offers, and eight for each processor are the most.
+    /// Number of threads; 0 uses all that the machine offers, and eight per processor is the maximum.
     #[arg(long, global = true, help_heading = GLOBAL, default_value_t = 0, value_name = "N")]
     pub(crate) threads: usize,
-    /// First seed of everything random.
+    /// First seed of all random numbers.
     #[arg(long, global = true, help_heading = GLOBAL, default_value_t = 0, value_name = "N")]
     pub(crate) seed: u64,
-    /// No progress and no notes on standard error.
+    /// Print no progress and no notes on standard error.
     #[arg(long, short, global = true, help_heading = GLOBAL)]
     pub(crate) quiet: bool,
-    /// Show progress even where standard error is not a terminal.
+    /// Show progress even if standard error is not a terminal.
     #[arg(long, global = true, help_heading = GLOBAL, conflicts_with = "quiet")]
     pub(crate) progress: bool,
 }
@@ -125,7 +125,7 @@ pub(crate) struct Common {
 #[derive(Debug, Subcommand)]
 #[allow(clippy::large_enum_variant)]
 pub(crate) enum Command {
-    /// List methods, layers and conversions, what each claims, and its parameters.
+    /// List methods, layers and conversions with their claims and parameters.
     #[command(after_help = laid_out("Examples:\n  \
 attlas methods\n  \
 attlas methods top_k\n  \
@@ -143,7 +143,7 @@ attlas inspect synthetic:low_rank,n=8k --rank 128 --json\n  \
 attlas inspect --heads 0,4 --reorder hyper --svg blocks.svg\n\n\
 Under `mpirun -n P attlas inspect …` the processes share the heads (docs/scale.md)."))]
     Inspect(InspectArgs),
-    /// Measure errors and times of methods on given inputs, beside exact attention.
+    /// Measure errors and times of methods on given inputs, against exact attention.
     #[command(after_help = laid_out("Examples:\n  \
 attlas compare\n  \
 attlas compare synthetic:heavy_hitters,n=4k,d=128,heads=8,kv_heads=2 --causal\n  \
@@ -152,31 +152,31 @@ attlas compare trace.safetensors --methods sink_window,top_k --set top_k.keys=12
 attlas compare q.npy,k.npy,v.npy --family low_rank --seeds 10 --json\n  \
 attlas compare --match keys=256 --methods hyper,reformer,sink_window\n  \
 attlas compare --budget 0.05 --html report.html\n\n\
-Under `mpirun -n P attlas compare …` the processes share the key heads, and with --state the same command goes\n\
-on after an interruption (docs/scale.md)."))]
+Under `mpirun -n P attlas compare …` the processes share the key heads, and with --state the same command\n\
+resumes after an interruption (docs/scale.md)."))]
     Compare(CompareArgs),
-    /// Write one page about a model's attention: structure, spectra, methods, recipe; no network needed.
+    /// Write a self-contained page about a model's attention: structure, spectra, methods, recipe.
     #[command(after_help = laid_out("Examples:\n  \
 attlas report --out report.html\n  \
 attlas report model.gguf --text book.txt --layers 5,20 --recipe recipe.toml --out report.html\n  \
 attlas report trace.safetensors --methods sink_window,hyper --time-limit 60 --out report.html"))]
     Report(ReportArgs),
-    /// Measure how times grow with the length, beside what this machine can do.
+    /// Measure how times grow with sequence length, against this machine's peak.
     #[command(after_help = laid_out("Examples:\n  \
 attlas bench\n  \
 attlas bench --methods sink_window,top_k --n 1k,4k,16k --d 64,128 --causal\n  \
 attlas bench --methods exact --n 32k --d 128 --heads 32 --kv-heads 8 --decode\n  \
 attlas bench --methods exact --n 1k,4k --peer-json torch.json --md\n  \
 attlas bench --methods exact,linear --n 1M,10M --causal --cluster nodes=64,gbps=100,us=2\n\n\
-Under `mpirun -n P attlas bench …` one sequence lies on all processes (docs/scale.md)."))]
+Under `mpirun -n P attlas bench …` one sequence is divided among all processes (docs/scale.md)."))]
     Bench(BenchArgs),
-    /// Decompose a tensor from a file: canonical polyadic, Tucker, block terms.
+    /// Decompose a tensor from a file: canonical polyadic, Tucker or block-term form.
     #[command(after_help = laid_out("Examples:\n  \
 attlas decompose weights.npy --with cp --rank 8 --restarts 10 --out factors.npz\n  \
 attlas decompose model.safetensors --tensor model.layers.0.mlp.up_proj.weight --with hosvd --error 10%\n  \
 attlas decompose weights.npy --with tucker --rank 16,32,32 --curve curve.svg"))]
     Decompose(DecomposeArgs),
-    /// Run a layer on hidden states from a file, with weights from a file or drawn.
+    /// Run a layer on hidden states from a file, with weights from a file or random ones.
     #[command(after_help = laid_out("Examples:\n  \
 attlas layer axial --input image.npy --random 1 --out y.npy\n  \
 attlas layer grouped_query --input x.npy --weights w.safetensors --heads 8 --kv-heads 2 --causal --out y.npy\n  \
@@ -184,28 +184,28 @@ attlas layer higher_order --input video.npy --random 1 --set combine=sum --json\
 `attlas methods ID` lists the parameters and weights of a layer. A layer that folds its tokens into a grid takes the grid\n\
 from the shape of the input: [32, 32, 64] is a grid of 32 x 32 tokens of width 64."))]
     Layer(LayerArgs),
-    /// Small simulations: attention as a system of particles, and a task about triples.
+    /// Run small simulations: attention as interacting particles, sums of triples, chains of hops.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --svg particles.svg\n  \
 attlas simulate particles --model sphere --n 32 --d 2 --beta 9 --t-end 50\n  \
 attlas simulate match3\n  \
 attlas simulate match3 --n 32 --modulus 61 --count 100 --json"))]
     Simulate(SimulateArgs),
-    /// Write the queries, keys and values of a model reading a text.
+    /// Write the queries, keys and values that a model computes on a text.
     #[command(after_help = laid_out("Examples:\n  \
 attlas extract model.gguf --text book.txt --tokens 2048 --out trace.safetensors\n  \
 attlas extract ./Llama-3.2-1B --text - --layers 0-3,15 --pre-rope --out trace.npz < book.txt\n  \
 attlas extract model.gguf --text book.txt --layers 5 --heads 0 --out head.npy\n  \
 attlas compare trace.safetensors"))]
     Extract(ExtractArgs),
-    /// Let methods learn from a text what they need for each head of a model.
+    /// Learn the data-dependent parts of methods from a text, for each key head of a model.
     #[command(after_help = laid_out("Examples:\n  \
 attlas calibrate model.gguf --text book.txt --out calibration\n  \
 attlas calibrate model.gguf --text book.txt --methods loki,crt --tokens 4096 --out calibration\n  \
 attlas perplexity model.gguf --text other.txt --method loki --calibration calibration\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --calibration calibration --out recipe.toml\n\n\
-Nothing is trained: bases and moments in closed form, one for each layer and key head. Errors are measured\n\
-on the tokens that follow those learnt from, without and with what was learnt."))]
+Nothing is trained: bases and moments are computed in closed form, for each layer and key head. Errors are\n\
+measured on the tokens that follow those learnt from, without and with the calibration."))]
     Calibrate(CalibrateArgs),
     /// Choose a method for every head of a model within a budget, and write the recipe.
     #[command(after_help = laid_out("Examples:\n  \
@@ -215,14 +215,14 @@ attlas tune model.gguf --text book.txt --max-kl 0.01 --methods sink_window,hyper
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --state part0.jsonl --shard 0/4\n  \
 attlas tune model.gguf --text book.txt --max-kl 0.01 --out recipe.toml --merge part0.jsonl,part1.jsonl\n  \
 attlas perplexity model.gguf --text other.txt --recipe recipe.toml\n\n\
-Methods are timed on every key head, and the model measures what changing that head alone costs its\n\
-predictions. One price of a nat for all heads gives the least time; a second text moves it until the\n\
-budget holds there, with 95 % confidence, and a third one gives the answer. New tokens are chosen for\n\
-apart. Everything measured is kept: the same command goes on where it was interrupted.\n\
+Methods are timed on every key head, and the divergence of the model's predictions is measured with that\n\
+head alone changed. One price per nat for all heads minimises the time; a second text adjusts it until\n\
+the budget is met there with 95 % confidence, and a third text gives the reported result. Methods for\n\
+new tokens are chosen separately. All measurements are kept: the same command resumes where it stopped.\n\
 --effort quick takes minutes, normal about three times as long, thorough hours.\n\n\
 Under `mpirun -n P attlas tune …` the processes share the key heads (docs/scale.md)."))]
     Tune(TuneArgs),
-    /// Put a model's matrices into factored form, measure what that costs, and write a checkpoint.
+    /// Factor a model's matrices, measure what that costs, and write a checkpoint.
     #[command(after_help = laid_out("Examples:\n  \
 attlas compress model.gguf --with svd --rank 288 --matrices q,o --text book.txt --out smaller\n  \
 attlas compress model.gguf --with svd --max-weight-error 0.1 --text book.txt --out smaller\n  \
@@ -235,12 +235,12 @@ attlas generate smaller --prompt \"The capital of France is\"\n\n\
 Conversions: svd (every matrix on its own), shared_factor and tucker (bases that all layers share), trawl\n\
 (a few layers, by default the last), tensor_product (a cache of key and value factors), collaborative (heads\n\
 that share queries and keys; not with rotary positions). `attlas methods ID` shows their parameters.\n\
-The folder is written, opened again and run on its factors; perplexity, divergence, parameters, bytes,\n\
-operations and times of both models are printed. Trained weights are not low rank: without training\n\
-afterwards most settings lose much; --accept keeps what costs nothing on text set aside. Nothing is\n\
-overwritten. docs/compress.md describes the format."))]
+The command writes the folder, opens it again and runs it on its factors; it prints perplexity, divergence,\n\
+parameters, bytes, operations and times of both models. Trained weights are not low-rank: without training\n\
+afterwards most settings lose much; --accept keeps only changes that cost nothing on held-out text.\n\
+Existing files are not overwritten. docs/compress.md describes the format."))]
     Compress(CompressArgs),
-    /// Turn a model's attention into another kind, measure what each step costs, and write a checkpoint.
+    /// Convert a model's attention to another kind, measure what each stage costs, and write a checkpoint.
     #[command(after_help = laid_out("Examples:\n  \
 attlas convert model.gguf --to mla --text book.txt --out converted\n  \
 attlas convert model.gguf --to mla --text book.txt --rank 192 --rope-dim 32 --out converted\n  \
@@ -249,14 +249,14 @@ attlas convert ./Llama-3.2-1B --to mla --text book.txt --recipe published --fold
 attlas convert model.gguf --to mla --text book.txt --until partial_rope --out partial\n  \
 attlas generate converted --prompt \"The capital of France is\"\n\n\
 Grouped-query attention becomes latent attention (TransMLA). Stages: merged (one latent for all key\n\
-heads), rotated (a basis that rotary positions do not notice), partial_rope (only the shared key is\n\
-rotated), balanced, low_rank, low_rank_queries. The first text tokens calibrate, the following ones\n\
-check. The folder is in the DeepSeek-V3 format; transformers loads it without code of its own. Beside\n\
-the weights it holds conversion.json, what was measured, and check.json, logits to compare with. A\n\
-name that ends in .gguf gives a file that llama.cpp runs as deepseek2.\n\
-Nothing is overwritten, and an interrupted command leaves nothing. docs/latent.md says more."))]
+heads), rotated (a change of basis that commutes with rotary positions), partial_rope (only the shared\n\
+key is rotated), balanced, low_rank, low_rank_queries. The first tokens of the text calibrate, the\n\
+following ones check. The folder is in the DeepSeek-V3 format; transformers loads it without custom code.\n\
+Beside the weights it contains conversion.json, the measurements, and check.json, logits to compare with.\n\
+A name that ends in .gguf gives a file that llama.cpp runs as deepseek2.\n\
+Existing files are not overwritten, and an interrupted command leaves none. See docs/latent.md."))]
     Convert(ConvertArgs),
-    /// Measure how well a model predicts a text, with exact attention or beside it.
+    /// Measure how well a model predicts a text, with exact attention or with another method against it.
     #[command(after_help = laid_out("Examples:\n  \
 attlas perplexity model.gguf --text book.txt --tokens 8192 --context 2048\n  \
 attlas perplexity model.gguf --text book.txt --stride 512 --bos\n  \
@@ -264,9 +264,9 @@ attlas perplexity model.gguf --text book.txt --method sink_window --set window=2
 attlas perplexity model.gguf --text book.txt --recipe recipe.toml --json\n\n\
 Protocols: strided scores every token once, with the context its first window gives it; llamacpp\n\
 scores the second half of windows without overlap; windows scores all but the first token of windows\n\
-without overlap and drops the rest. Numbers of different protocols cannot be compared.\n\n\
-Under `mpirun -n P attlas perplexity …` the processes share the windows, and with --state the same command goes\n\
-on after an interruption (docs/scale.md)."))]
+without overlap and drops the tokens after the last whole window. Their numbers are not comparable.\n\n\
+Under `mpirun -n P attlas perplexity …` the processes share the windows, and with --state the same command\n\
+resumes after an interruption (docs/scale.md)."))]
     Perplexity(PerplexityArgs),
     /// Continue a text.
     #[command(after_help = laid_out("Examples:\n  \
@@ -280,7 +280,7 @@ attlas completions bash > ~/.local/share/bash-completion/completions/attlas\n  \
 attlas completions zsh > ~/.zfunc/_attlas\n  \
 attlas completions fish > ~/.config/fish/completions/attlas.fish"))]
     Completions(CompletionsArgs),
-    /// Print the manual page, or that of one command.
+    /// Print the manual page of attlas, or of one command.
     #[command(after_help = laid_out("Examples:\n  \
 attlas man > attlas.1\n  \
 attlas man compare > attlas-compare.1"))]
@@ -296,6 +296,6 @@ pub(crate) struct CompletionsArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ManArgs {
-    /// The command; the overview of all where absent.
+    /// The command; without one, the overview of all commands.
     pub(crate) command: Option<String>,
 }

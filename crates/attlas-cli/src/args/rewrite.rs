@@ -1,4 +1,4 @@
-//! Commands that make another checkpoint of a model.
+//! Commands that write a new checkpoint of a model.
 
 use super::shared::{Limit, ModelChoice, NewFolder, count, positive, share};
 use attlas::conversions::mla::Stage;
@@ -22,28 +22,28 @@ pub(crate) struct CompressArgs {
     /// The text that both models read.
     #[arg(long, value_name = "FILE")]
     pub(crate) text: PathBuf,
-    /// Rank; the same as --set rank=R, or all ranks of the conversion. With --accept several are tried.
+    /// Rank: sets `rank`, and every rank_… parameter of the conversion. With --accept several can be tried.
     #[arg(long, value_delimiter = ',', value_name = "R,…", value_parser = count)]
     pub(crate) rank: Vec<usize>,
     /// Instead of a rank, the largest relative error of weights; the same as --set rel_error=E.
     #[arg(long, value_name = "E", value_parser = positive, conflicts_with = "rank")]
     pub(crate) max_weight_error: Option<f64>,
-    /// Instead of a rank, the share of the numbers of all matrices together that is stored, such as 75%: ranks are spread
-    /// over them by one multiplier (svd).
+    /// Instead of a rank, the share of all matrices' numbers that is stored, such as 75%: one Lagrange multiplier
+    /// distributes the ranks over the matrices (svd).
     #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with_all = ["rank", "max_weight_error"])]
     pub(crate) keep: Option<f64>,
-    /// Instead of a rank, the largest loss of all matrices together, spread in the same way: nats a token with
-    /// --calibrate, otherwise the sum of relative squared errors (svd).
+    /// Instead of a rank, the largest total loss of all matrices, distributed in the same way: in nats per token with
+    /// --calibrate, otherwise as the sum of relative squared errors (svd).
     #[arg(long, value_name = "LOSS", value_parser = positive, conflicts_with_all = ["rank", "max_weight_error", "keep"])]
     pub(crate) max_loss: Option<f64>,
-    /// Fit to the inputs that this text gives the matrices, instead of to all inputs alike. Where it is the file of
-    /// --text, what follows the tokens that are measured on is read.
+    /// Fit to the matrices' inputs on this text, instead of weighting all inputs equally. If it is the file of --text,
+    /// the tokens after the measured ones are used.
     #[arg(long, value_name = "FILE")]
     pub(crate) calibrate: Option<PathBuf>,
-    /// Tokens of it; paragraphs for an encoder.
+    /// Tokens of --calibrate to read; paragraphs for an encoder.
     #[arg(long, default_value = "8192", value_name = "N", value_parser = count, requires = "calibrate")]
     pub(crate) calibrate_tokens: usize,
-    /// Tokens of it on which losses of different matrices are made comparable, with --keep and --max-loss.
+    /// Tokens of --calibrate on which losses of different matrices are made comparable, with --keep and --max-loss.
     #[arg(long, default_value = "256", value_name = "N", value_parser = count, requires = "calibrate")]
     pub(crate) probe_tokens: usize,
     /// Set any parameter of the conversion; may be repeated.
@@ -55,18 +55,18 @@ pub(crate) struct CompressArgs {
     /// Matrices: q, k, v, o, gate, up, down, or attention, ffn, all.
     #[arg(long, value_name = "M,…")]
     pub(crate) matrices: Option<String>,
-    /// Change one layer at a time, from the last to the first, and keep a change only where text set aside
-    /// is predicted no worse; of several ranks the best.
+    /// Change one layer at a time, from the last to the first, and keep a change only if held-out text is predicted no
+    /// worse; of several ranks the best is kept.
     #[arg(long)]
     pub(crate) accept: bool,
-    /// Tokens set aside for that, after those of --tokens.
+    /// Tokens held out for --accept, after those of --tokens.
     #[arg(long, default_value = "1024", value_name = "N", value_parser = count, requires = "accept")]
     pub(crate) accept_tokens: usize,
-    /// Element type of factors; what is left alone stays as it is. By default that of most numbers of the model, q8 where those
-    /// are quantised.
+    /// Element type of the factors; unchanged matrices keep theirs. By default that of most numbers of the model, or q8
+    /// if those are quantised.
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<StoredType>,
-    /// Read this many tokens at most; paragraphs for an encoder.
+    /// Read at most this many tokens; paragraphs for an encoder.
     #[arg(long, default_value = "2048", value_name = "N", value_parser = count)]
     pub(crate) tokens: usize,
     /// Tokens of a window.
@@ -74,21 +74,21 @@ pub(crate) struct CompressArgs {
     pub(crate) context: usize,
     #[command(flatten)]
     pub(crate) limit: Limit,
-    /// Times that each time is measured; 0 measures none.
+    /// Number of runs of each timing; 0 skips the timings.
     #[arg(long, default_value_t = 5, value_name = "N")]
     pub(crate) repeats: usize,
 }
 
-/// Element types of what is written.
+/// Element types that can be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum StoredType {
     /// Single precision.
     F32,
     /// Half precision.
     F16,
-    /// The upper half of a single.
+    /// Upper 16 bits of single precision.
     Bf16,
-    /// 8 bits and a scale for every 32 numbers, where rows allow it.
+    /// 8 bits, and a scale for every 32 numbers, where the row length allows it.
     #[value(alias = "q8_0")]
     Q8,
 }
@@ -113,22 +113,22 @@ pub(crate) struct ConvertArgs {
     pub(crate) to: &'static Conversion,
     #[command(flatten)]
     pub(crate) out: NewFolder,
-    /// The text to calibrate on, and to check on what follows; - is standard input.
+    /// The text to calibrate on, and then to check on its following tokens; - is standard input.
     #[arg(long, value_name = "FILE", visible_alias = "calibration")]
     pub(crate) text: PathBuf,
     /// Width of the latent.
     #[arg(long, value_name = "R", value_parser = count)]
     pub(crate) rank: Option<usize>,
-    /// Instead of a rank, the share of the cache that is left; 75% by default.
+    /// Instead of a rank, the share of the cache that remains; 75% by default.
     #[arg(long, value_name = "SHARE", value_parser = share, conflicts_with = "rank")]
     pub(crate) keep: Option<f64>,
-    /// Instead of a rank, the largest divergence from the model's predictions, in nats a token: the smallest rank within it
-    /// is searched for on the last quarter of the calibration tokens, which nothing is fitted to then. Past it on the text
-    /// of the check the command exits with 1.
+    /// Instead of a rank, the largest divergence from the model's predictions, in nats per token. The last quarter of
+    /// the calibration tokens is then excluded from fitting and determines the smallest rank within the limit. The
+    /// command exits with 1 if the check text exceeds it.
     #[arg(long, value_name = "NATS", value_parser = positive, conflicts_with_all = ["rank", "keep"])]
     pub(crate) max_kl: Option<f64>,
-    /// Element type of matrices that are new, and of wider ones; a folder stores quantised ones in it, too. By default that of
-    /// most numbers of the model; where those are quantised, q8 in a GGUF file and f16 in a folder.
+    /// Element type of new matrices and of those stored in a wider type; a folder stores quantised ones in it, too. By
+    /// default that of most numbers of the model; if those are quantised, q8 in a GGUF file and f16 in a folder.
     #[arg(long, value_enum)]
     pub(crate) dtype: Option<StoredType>,
     /// Width of the shared rotated key; divides the head width.
@@ -137,10 +137,10 @@ pub(crate) struct ConvertArgs {
     /// Width of a latent of queries; none by default.
     #[arg(long, value_name = "R", value_parser = count)]
     pub(crate) rank_q: Option<usize>,
-    /// Neighbouring frequencies that are mixed, or `search`.
+    /// Number of neighbouring frequencies to mix, or `search`.
     #[arg(long, value_name = "F")]
     pub(crate) fold: Option<String>,
-    /// Defaults of basis, metric and calibration.
+    /// Set of defaults for basis, metric and calibration.
     #[arg(long, value_enum, default_value_t = RecipeName::Improved)]
     pub(crate) recipe: RecipeName,
     /// Set any parameter of the conversion (`attlas methods mla`); may be repeated.
@@ -171,7 +171,7 @@ pub(crate) struct ConvertArgs {
     pub(crate) limit: Limit,
 }
 
-/// How a model is converted to latent attention.
+/// Defaults for the conversion to latent attention.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RecipeName {
     /// Complex basis, errors measured where they act.
@@ -180,7 +180,7 @@ pub(crate) enum RecipeName {
     Published,
 }
 
-/// Reads a conversion by its id. Those of another command are not shown, but known.
+/// Parses the id of a conversion. Those of another command parse, too, but are not shown in the help.
 fn target() -> impl TypedValueParser<Value = &'static Conversion> {
     let shown = |c: &&Conversion| match c.run {
         Run::Latents => PossibleValue::new(c.id).help("Latent attention"),
@@ -190,7 +190,7 @@ fn target() -> impl TypedValueParser<Value = &'static Conversion> {
     PossibleValuesParser::new(ids).try_map(|id| registry::conversion(&id))
 }
 
-/// Reads a stage by its name.
+/// Parses the name of a stage.
 fn stage() -> impl TypedValueParser<Value = Stage> {
     let find = |name: String| Stage::ALL.into_iter().find(|s| s.name() == name).ok_or("no such stage");
     PossibleValuesParser::new(Stage::ALL.map(Stage::name)).try_map(find)

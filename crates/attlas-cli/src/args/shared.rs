@@ -1,4 +1,4 @@
-//! Groups of arguments that several commands take, and the forms of numbers.
+//! Groups of arguments that several commands take, and parsers of numbers.
 
 use super::Common;
 use attlas::{Mask, diagnostics};
@@ -11,12 +11,12 @@ use attlas_model::recipe::Numbers;
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 
-/// Where queries, keys and values come from.
+/// Source of queries, keys and values.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct Inputs {
-    /// Inputs: demo (a real model reading a text, embedded); synthetic:KIND,n=…,d=…,heads=…,
-    /// kv_heads=…,seed=… with KIND gaussian, clustered, heavy_hitters, low_rank, smooth or needle; a
-    /// trace (.safetensors, .npz, .npy); q.npy,k.npy,v.npy; or a model (.gguf or a folder) with --text.
+    /// Inputs: demo (embedded, from a real model reading a text); synthetic:KIND,n=…,d=…,heads=…, kv_heads=…,seed=…
+    /// with KIND gaussian, clustered, heavy_hitters, low_rank, smooth or needle; a trace (.safetensors, .npz, .npy);
+    /// q.npy,k.npy,v.npy; or a model (.gguf or a folder) with --text.
     #[arg(value_name = "SOURCE", default_value_t = Source::default())]
     pub(crate) source: Source,
     /// Layers of a trace or model, such as 0-3,7; all by default.
@@ -25,28 +25,28 @@ pub(crate) struct Inputs {
     /// The text that a model reads; - is standard input.
     #[arg(long, value_name = "FILE")]
     pub(crate) text: Option<PathBuf>,
-    /// Tokens of it that are read.
+    /// Number of tokens to read from it.
     #[arg(long, default_value = "2048", value_name = "N", value_parser = count, requires = "text")]
     pub(crate) tokens: usize,
-    /// Make a prompt of --tokens tokens from the text that needs far keys: a passage read twice (repeat, repeat=TOKENS), hidden
-    /// facts (needle) or a list to look up (lookup). Errors are then those of the rows at its end.
+    /// Make a prompt of --tokens tokens from the text whose last rows need distant keys: a passage read twice (repeat,
+    /// repeat=TOKENS), hidden facts (needle) or a list to look up (lookup). Errors are then those of these rows.
     #[arg(long, value_name = "TASK", requires = "text")]
     pub(crate) task: Option<attlas_lab::task::Task>,
 }
 
-/// Which keys a query sees.
+/// Choice of the mask.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct MaskChoice {
-    /// With a causal mask; the source decides by default (traces are causal, synthetic ones not).
+    /// Use a causal mask; by default the source decides (traces are causal, synthetic inputs are not).
     #[arg(long, conflicts_with = "no_mask")]
     causal: bool,
-    /// Without a mask.
+    /// Use no mask.
     #[arg(long)]
     no_mask: bool,
 }
 
 impl MaskChoice {
-    /// The mask, or `None` where the source decides.
+    /// Returns the mask, or `None` if the source decides.
     pub(crate) fn mask(self) -> Option<Mask> {
         match (self.causal, self.no_mask) {
             (true, _) => Some(Mask::Causal),
@@ -56,14 +56,14 @@ impl MaskChoice {
     }
 }
 
-/// How much of the spectra is computed.
+/// Extent of the spectra computed.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct SpectraSize {
-    /// Longest sequence of which all singular values are computed, from a dense matrix; of longer ones the
-    /// leading ones are, without storing a matrix.
+    /// Longest sequence for which all singular values are computed, from a dense matrix; for longer ones only the
+    /// leading values, without storing a matrix.
     #[arg(long, default_value = "1024", value_name = "N", value_parser = count)]
     max_n: usize,
-    /// How many are computed above that length.
+    /// Number of singular values computed above that length.
     #[arg(long, default_value = "128", value_name = "N", value_parser = count)]
     rank: usize,
 }
@@ -85,7 +85,7 @@ pub(crate) struct Pictures {
     /// Also write a self-contained page with the table and the figures.
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
-    /// Also write the figures as a picture: SVG, or PDF where the name ends in .pdf.
+    /// Also write the figures as a picture: SVG, or PDF if the name ends in .pdf.
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
 }
@@ -101,7 +101,7 @@ pub(crate) struct ModelChoice {
 /// A folder that does not exist yet.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct NewFolder {
-    /// The folder to write, or the file if its name ends in .gguf; nothing may be there.
+    /// The folder to write, or the file if its name ends in .gguf; it must not exist yet.
     #[arg(id = "out", long = "out", short = 'o', value_name = "PLACE")]
     pub(crate) path: PathBuf,
 }
@@ -109,8 +109,8 @@ pub(crate) struct NewFolder {
 /// Largest loss of a changed model.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct Limit {
-    /// Largest increase of the perplexity, such as 50% or 0.5: past it the folder is written and the command exits
-    /// with 1.
+    /// Largest increase of the perplexity, such as 50% or 0.5; beyond it the folder is still written, but the command
+    /// exits with 1.
     #[arg(long, default_value = "50%", value_name = "SHARE", value_parser = share)]
     pub(crate) max_ppl_increase: f64,
 }
@@ -121,10 +121,10 @@ pub(crate) struct TextChoice {
     /// The text to read; - is standard input.
     #[arg(id = "text", long = "text", value_name = "FILE")]
     pub(crate) path: PathBuf,
-    /// Read this many tokens at most.
+    /// Read at most this many tokens.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) tokens: Option<usize>,
-    /// Begin with the token for the beginning of a text; every window does.
+    /// Begin every window with the model's beginning-of-text token.
     #[arg(long)]
     pub(crate) bos: bool,
 }
@@ -132,7 +132,7 @@ pub(crate) struct TextChoice {
 /// Choice of attention in a model.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct AttentionChoice {
-    /// Which method attends in which head: a TOML file.
+    /// Recipe that assigns methods to heads: a TOML file.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["method", "set"])]
     pub(crate) recipe: Option<PathBuf>,
     /// One method for all heads, by id; exact attention by default.
@@ -141,7 +141,8 @@ pub(crate) struct AttentionChoice {
     /// Set a parameter of that method; may be repeated.
     #[arg(long, value_name = "PARAM=VALUE")]
     pub(crate) set: Vec<String>,
-    /// Keys that every query sees exactly around that method: sinks, window, heavy, …, such as sinks=4,window=128.
+    /// Keys that every query attends to exactly, beside that method: sinks, window, heavy, …, such as
+    /// sinks=4,window=128.
     #[arg(long, value_delimiter = ',', value_name = "NAME=VALUE,…", requires = "method")]
     pub(crate) near: Vec<String>,
     /// Calibrations of methods: a file, or the folder that `attlas calibrate` wrote.
@@ -161,24 +162,24 @@ impl AttentionChoice {
     }
 }
 
-/// `sinks=4` as the setting `near.sinks=4`.
+/// Turns `sinks=4` into the setting `near.sinks=4`.
 fn near_settings(near: &[String]) -> impl Iterator<Item = String> + '_ {
     near.iter().map(|setting| format!("near.{setting}"))
 }
 
-/// Which methods, with which settings.
+/// Choice of methods and their settings.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct MethodChoice {
     /// Methods by id, or `all`; by default all but exact attention and oracles.
     #[arg(long, value_delimiter = ',', value_name = "ID,…")]
     pub(crate) methods: Vec<String>,
-    /// One family alone: exact, clustering, low_rank or kernel.
+    /// Only this family: exact, clustering, low_rank or kernel.
     #[arg(long, value_name = "NAME")]
     pub(crate) family: Option<String>,
     /// Set a parameter of a method; may be repeated.
     #[arg(long, value_name = "ID.PARAM=VALUE")]
     pub(crate) set: Vec<String>,
-    /// Keys that every query sees exactly around all of these methods: sinks, window, heavy, …, such as
+    /// Keys that every query attends to exactly, beside all of these methods: sinks, window, heavy, …, such as
     /// sinks=4,window=128.
     #[arg(long, value_delimiter = ',', value_name = "NAME=VALUE,…")]
     pub(crate) near: Vec<String>,
@@ -194,10 +195,10 @@ impl MethodChoice {
 /// Where methods run.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct DeviceChoice {
-    /// Where methods run: cpu, or cuda for the first NVIDIA GPU, in bf16 where bench times it.
+    /// Device of the methods: cpu, or cuda for the first NVIDIA GPU (bench times it in bf16).
     #[arg(long, value_enum, default_value_t = DeviceName::Cpu, value_name = "NAME")]
     pub(crate) device: DeviceName,
-    /// NVRTC for --device cuda: its file or the folder that holds it; found by name where absent.
+    /// NVRTC for --device cuda: the library or its folder; by default it is found by name.
     #[arg(long, value_name = "PATH")]
     pub(crate) nvrtc: Option<PathBuf>,
 }
@@ -211,7 +212,7 @@ pub(crate) enum DeviceName {
 }
 
 impl DeviceChoice {
-    /// The GPU, where one is chosen.
+    /// Opens the GPU, if one is chosen.
     pub(crate) fn open(&self) -> attlas_lab::Result<Option<Gpu>> {
         if self.device == DeviceName::Cpu {
             return Ok(None);
@@ -231,7 +232,7 @@ pub(super) fn positive(text: &str) -> Result<f64, String> {
     }
 }
 
-/// A share, as a number or in percent.
+/// Parses a share, as a number or in percent.
 pub(super) fn share(text: &str) -> Result<f64, String> {
     match text.strip_suffix('%') {
         Some(percent) => positive(percent.trim()).map(|x| x / 100.0),

@@ -14,23 +14,23 @@ pub(crate) struct SimulateArgs {
 
 #[derive(Clone, Debug, Subcommand)]
 pub(crate) enum Simulation {
-    /// Tokens as particles that attend to each other while depth goes by: clusters emerge, and the
-    /// attention matrix tends to zeros and ones of low rank.
+    /// Tokens as particles that attend to each other, with depth as time: clusters emerge, and the attention matrix
+    /// tends to a low-rank matrix of zeros and ones.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate particles --seed 3 --svg particles.svg\n  \
 attlas simulate particles --model rescaled --n 40 --d 80 --t-end 11\n  \
 attlas simulate particles --model sphere --causal --t-end 30 --json\n  \
 attlas simulate particles --value-matrix \"1,0;0,-1\" --svg planes.svg"))]
     Particles(ParticlesArgs),
-    /// Which tokens have two partners that complete their sum to zero: one head of third-order
-    /// attention knows, one of ordinary attention cannot.
+    /// Find tokens that sum to zero with two others: one head of third-order attention can, one head of ordinary
+    /// attention cannot.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate match3\n  \
 attlas simulate match3 --task match2\n  \
 attlas simulate match3 --n 32 --modulus 61 --count 100 --single --json"))]
     Match3(MatchArgs),
-    /// Which token stands at the end of a chain of repetitions: a few layers find it by doubling pointers,
-    /// with any method looking up.
+    /// Find the token at the end of a chain of repetitions: a few layers find it by pointer doubling, with any method
+    /// for the lookups.
     #[command(after_help = laid_out("Examples:\n  \
 attlas simulate khop --k 16\n  \
 attlas simulate khop --n 1024 --k 16 --method anna --set weights=softmax\n  \
@@ -52,7 +52,7 @@ pub(crate) struct KhopArgs {
     /// Sequences.
     #[arg(long, default_value = "20", value_name = "N", value_parser = count)]
     pub(crate) count: usize,
-    /// The method that looks up, by id.
+    /// Method for the lookups, by id.
     #[arg(long, default_value = "exact", value_name = "ID")]
     pub(crate) method: String,
     /// Set a parameter of that method; may be repeated.
@@ -62,40 +62,40 @@ pub(crate) struct KhopArgs {
 
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ParticlesArgs {
-    /// Where particles live.
+    /// Space of the particles and motion of its frame.
     #[arg(long, value_enum, default_value_t = Model::Rescaled)]
     pub(crate) model: Model,
-    /// Particles; 20, or 64 on the sphere, by default.
+    /// Number of particles; by default 20, or 64 on the sphere.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) n: Option<usize>,
-    /// Dimensions; 2, or 3 on the sphere, by default.
+    /// Number of dimensions; by default 2, or 3 on the sphere.
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) d: Option<usize>,
     /// Sharpness of attention on the sphere.
     #[arg(long, default_value_t = 1.0, value_name = "X", value_parser = positive)]
     pub(crate) beta: f64,
-    /// The matrix of queries: rows joined by semicolons, such as "1,0;0,2", or a .npy file; the identity by default.
+    /// Query matrix: rows joined by semicolons, such as "1,0;0,2", or a .npy file; the identity by default.
     #[arg(long, value_name = "M", allow_hyphen_values = true)]
     pub(crate) query_matrix: Option<String>,
-    /// The matrix of keys.
+    /// Key matrix, in the same form.
     #[arg(long, value_name = "M", allow_hyphen_values = true)]
     pub(crate) key_matrix: Option<String>,
-    /// The matrix of values: with eigenvalues of both signs, rescaled particles end on hyperplanes.
+    /// Value matrix, in the same form; with eigenvalues of both signs, rescaled particles end on hyperplanes.
     #[arg(long, value_name = "M", allow_hyphen_values = true)]
     pub(crate) value_matrix: Option<String>,
-    /// A particle sees those before it only.
+    /// Let a particle attend only to itself and to those before it.
     #[arg(long)]
     pub(crate) causal: bool,
-    /// How long; 6, 15 on the sphere, 2 for the free system, by default.
+    /// Duration; by default 6, on the sphere 15, for the free system 2.
     #[arg(long, value_name = "T", value_parser = positive)]
     pub(crate) t_end: Option<f64>,
-    /// Length of a step.
+    /// Duration of a step.
     #[arg(long, default_value_t = 0.05, value_name = "T", value_parser = positive)]
     pub(crate) dt: f64,
-    /// First-order steps instead of fourth-order ones.
+    /// Use first-order steps instead of fourth-order ones.
     #[arg(long)]
     pub(crate) euler: bool,
-    /// Halve the step until the end moves by less than 0.0001.
+    /// Halve the step until the final state changes by less than 0.0001.
     #[arg(long)]
     pub(crate) refine: bool,
     /// Also write the paths as a picture: SVG, or PDF where the name ends in .pdf.
@@ -114,10 +114,10 @@ pub(crate) struct MatchArgs {
     /// Sequences.
     #[arg(long, default_value = "500", value_name = "N", value_parser = count)]
     pub(crate) count: usize,
-    /// How many partners complete a sum.
+    /// Number of partners that complete a sum.
     #[arg(long, value_enum, default_value_t = Task::Match3)]
     pub(crate) task: Task,
-    /// Single instead of double precision.
+    /// Use single instead of double precision.
     #[arg(long)]
     pub(crate) single: bool,
 }

@@ -1,6 +1,6 @@
 //! Helpers for tests of commands on real models.
 
-// Each test program uses a part of it.
+// Each test program uses a part of this module.
 #![allow(dead_code, unreachable_pub, unused_imports)]
 
 #[path = "../../../attlas-model/tests/common/mod.rs"]
@@ -12,7 +12,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// A folder of its own for each test, removed at the end.
+/// Separate folder for each test, removed at the end.
 pub struct Folder(pub PathBuf);
 
 impl Folder {
@@ -26,7 +26,7 @@ impl Folder {
         self.0.join(name).display().to_string()
     }
 
-    /// A model with four query heads and two key heads a layer, whose tokens are letters.
+    /// Writes a model with four query heads and two key heads per layer, whose tokens are letters.
     pub fn model(&self, family: &str, layers: usize) -> String {
         let path = self.0.join(family);
         let folder = Saved::create(&path).unwrap();
@@ -76,7 +76,7 @@ impl Folder {
         path.display().to_string()
     }
 
-    /// A text of letters.
+    /// Writes a text of letters.
     pub fn text(&self, letters: usize) -> String {
         let path = self.0.join(format!("{letters}.txt"));
         let text: String = (0..letters).map(|i| char::from(b'a' + (i * i % 26 + i / 7) as u8 % 26)).collect();
@@ -91,7 +91,7 @@ impl Drop for Folder {
     }
 }
 
-/// Runs a command: status, standard output, standard error.
+/// Runs a command and returns status, standard output and standard error.
 pub fn attlas(args: &[&str]) -> (i32, String, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_attlas")).args(args).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();

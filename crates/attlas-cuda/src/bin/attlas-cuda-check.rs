@@ -1,4 +1,4 @@
-//! Every check that needs a GPU, one program; and the compilation of every kernel, which needs none.
+//! Runs every check that needs a GPU, or compiles every kernel, which needs none.
 //!
 //! ```text
 //! attlas-cuda-check [--filter TEXT] [--require] [--cache DIR] [--nvrtc PATH]     run the checks
@@ -58,7 +58,8 @@ fn main() -> ExitCode {
     if a.compile { compile_all(&a) } else { check_all(&a) }
 }
 
-/// Compiles every program for every chip; fails on errors, remarks other than the harmless one, and spilt registers.
+/// Compiles every program for every chip; fails on errors, on remarks other than one harmless one, and on spilt
+/// registers.
 fn compile_all(a: &Arguments) -> ExitCode {
     let mut failed = 0;
     let paths: Vec<Option<PathBuf>> =
@@ -106,7 +107,7 @@ fn compile_all(a: &Arguments) -> ExitCode {
     ExitCode::from(u8::from(failed > 0))
 }
 
-/// Lines of a compiler's log that must not be there.
+/// Returns the lines of a compiler's log that indicate faults.
 fn faults(log: &str) -> Vec<String> {
     let spilt = |line: &str| {
         let bytes = line.split("bytes spill stores").next().and_then(|s| s.rsplit(", ").next());
@@ -114,7 +115,7 @@ fn faults(log: &str) -> Vec<String> {
     };
     let bad = |line: &&str| {
         let info = line.starts_with("ptxas") || line.trim().is_empty();
-        // More than 64 bytes in local memory are a kernel that has outgrown its registers.
+        // More than 64 bytes in local memory mean that a kernel has run out of registers.
         !info
             || line.contains("C7510")
             || line.contains("C7512")
@@ -238,7 +239,7 @@ fn checks() -> Vec<Check> {
     all
 }
 
-/// Fast forms whose laws are checked on causal problems.
+/// Fast forms whose invariants are checked on causal problems.
 const FAST: &[(&str, &str, usize)] = &[
     ("exact", "", 64),
     ("exact", "", 128),
@@ -317,7 +318,7 @@ struct Ran {
     lse: Vec<f64>,
 }
 
-/// Runs a plan on a case: outputs start as NaN, scratch memory too, and guard words behind the outputs must stay.
+/// Runs a plan on a case: outputs and scratch memory start as NaN, and guard words after the outputs must stay intact.
 fn run(device: &Device, id: &str, planned: &dyn DevicePlan, case: &Case) -> Ran {
     const GUARD: usize = 64;
     let gives_lse = attlas::registry::method(id).unwrap().claims.lse;
@@ -360,7 +361,7 @@ fn run_method(device: &Device, id: &str, options: &Options, element: Element, ca
     run(device, id, &*planned(device, id, options, element, case), case)
 }
 
-/// A plan; a method that learns from data learns from the case.
+/// Plans a method; if it needs calibration, it learns from the case.
 fn planned(
     device: &Device,
     id: &str,
@@ -374,7 +375,7 @@ fn planned(
     plan(id, &case.problem, options, learnt.as_ref(), element, device).unwrap_or_else(|e| panic!("{e}"))
 }
 
-/// Tolerance of a fast kernel, relative to the norm of the output.
+/// Returns the tolerance of a fast kernel, relative to the norm of the output.
 fn tolerance(element: Element) -> f64 {
     match element {
         Element::Bf16 => 4e-3,
@@ -398,7 +399,7 @@ fn assert_close(got: &Ran, want: &Ran, d_v: usize, tolerance: f64, what: &str) {
         assert!(error <= 3.0 * tolerance * own, "{what}: row {i} has relative error {:.2e}", error / own);
     }
     for (i, (a, b)) in got.lse.iter().zip(&want.lse).enumerate() {
-        // Single precision of sums; exponentials of the chip have 22 bits.
+        // Sums are in single precision; exponentials of the chip have 22 bits.
         let allowed = 1e-5 + 1e-6 * b.abs();
         assert!(a == b || (a - b).abs() <= allowed, "{what}: log-sum-exp of row {i} is {a}, expected {b}");
     }
@@ -454,7 +455,7 @@ fn extremes(g: &Gpu) {
     }
 }
 
-/// Token-major tensors and views with gaps give the bits of contiguous ones.
+/// Token-major tensors and views with gaps give the same bits as contiguous ones.
 fn strides(g: &Gpu) {
     for (device, id, text) in [
         (&g.device, "exact", ""),
@@ -501,7 +502,7 @@ fn strides(g: &Gpu) {
             if gap % 8 == 0 {
                 assert!(got == want, "{what}: bits differ");
             } else {
-                // Rows that are not aligned take the plain form.
+                // Unaligned rows use the portable form.
                 assert_close(&got, &want, d, 8e-3, &what);
             }
             for row in o.chunks(d + gap) {
@@ -511,7 +512,7 @@ fn strides(g: &Gpu) {
     }
 }
 
-/// Sequences of different lengths give what each gives alone.
+/// Sequences of different lengths in a batch give the same results as alone.
 fn padding(g: &Gpu) {
     for (id, text) in [
         ("exact", ""),
@@ -545,7 +546,7 @@ fn padding(g: &Gpu) {
             let got = o.read().unwrap();
             assert!(got.iter().all(|x| x.is_finite()), "{id} {mask}: padding was read");
             if id != "hyper" && id != "performer" {
-                // The second sequence alone; random streams are named by the number of the sequence.
+                // The second sequence alone; the index of the sequence identifies its random streams.
                 let half = |x: &[f64], n: usize| -> Vec<f64> {
                     x[2 * 500 * 64..].chunks(500 * 64).flat_map(|h| h[..n * 64].to_vec()).collect()
                 };
@@ -638,7 +639,7 @@ fn decode(g: &Gpu, d: usize) {
     }
 }
 
-/// The fast kernels against the plain ones on the same rounded inputs: both hash in single precision.
+/// Compares the fast kernels with the portable ones on the same rounded inputs: both hash in single precision.
 fn hyper(g: &Gpu, d: usize) {
     for (n, text) in [
         (3001, "block=256,samples=256,n_min=512"),
@@ -661,7 +662,7 @@ fn hyper(g: &Gpu, d: usize) {
     }
 }
 
-/// Plain forms choose the keys that the host chooses.
+/// Portable forms choose the same keys as the host.
 fn hyper_as_host(g: &Gpu) {
     let host = attlas::registry::method("hyper").unwrap();
     for text in
@@ -689,7 +690,8 @@ fn linear(g: &Gpu) {
                     let got = run_method(&g.device, "linear", &Options::new(), element, &case);
                     let want = run_method(&g.device, "linear", &Options::new(), Element::F64, &case);
                     let what = format!("{element:?} {heads}/{kv} heads {n_q}×{n_k} mask {mask}");
-                    // Features are rounded to the element before they are multiplied, so the normaliser is as good as one.
+                    // Features are rounded to the element before multiplication, which limits the accuracy of the
+                    // normaliser.
                     let rows = Ran { o: got.o.clone(), lse: want.lse.clone() };
                     assert_close(&rows, &want, 64, tolerance(element), &what);
                     for (a, b) in got.lse.iter().zip(&want.lse) {
@@ -704,7 +706,7 @@ fn linear(g: &Gpu) {
     }
 }
 
-/// Feature maps in half precision and in single precision against double precision, on the same inputs.
+/// Compares feature maps in half and in single precision with double precision, on the same inputs.
 fn features(g: &Gpu, id: &str, text: &str) {
     for (n_q, n_k) in [(1, 1), (129, 129), (1025, 1025), (300, 900), (200, 90)] {
         for mask in masks() {
@@ -722,7 +724,7 @@ fn features(g: &Gpu, id: &str, text: &str) {
                     let exponential = ["performer", "crt"].contains(&id) && !text.contains("relu");
                     let own = exponential && mask == Mask::Causal && n_q == n_k && d == 64;
                     let sums = if own && element == Element::Bf16 { 1.0 / 128.0 + 2e-5 } else { allowed };
-                    // A logarithm of size 100 has five digits behind the point in single precision.
+                    // A logarithm of size 100 has five decimal places in single precision.
                     let rows = Ran { o: got.o, lse: want.lse.clone() };
                     assert_close(&rows, &want, d, allowed, &what);
                     for (a, b) in got.lse.iter().zip(&want.lse) {
@@ -737,7 +739,7 @@ fn features(g: &Gpu, id: &str, text: &str) {
     }
 }
 
-/// Half precision chooses the keys that single precision chooses: products of the same numbers, summed up in the same order.
+/// Half precision chooses the same keys as single precision: products of the same numbers, summed in the same order.
 fn ranked(g: &Gpu) {
     for (n_q, n_k, keys) in [(1, 5000, 700), (300, 300, 40), (130, 1000, 64), (400, 100, 30), (1, 40, 39)] {
         for mask in masks() {
@@ -753,7 +755,7 @@ fn ranked(g: &Gpu) {
     }
 }
 
-/// Plain forms in double precision give what the host gives.
+/// Portable forms in double precision equal the host.
 fn as_host(g: &Gpu, id: &str, text: &str) {
     let (host, options) = (attlas::registry::method(id).unwrap(), options(text));
     for (n_q, n_k) in [(300, 300), (70, 260), (260, 70), (1, 200)] {
@@ -777,7 +779,7 @@ fn as_host(g: &Gpu, id: &str, text: &str) {
     }
 }
 
-/// A later token changed in any way leaves the bits of earlier rows; rows that see a NaN are not finite.
+/// A change of a later token does not change a bit of earlier rows; rows that attend to a NaN are not finite.
 fn later_tokens(device: &Device, id: &str, text: &str, d: usize) {
     for (n_q, n_k) in [(1500, 1500), (700, 1500)] {
         let p = Problem::new(2, 1, d).with_kv_heads(1).with_lens(n_q, n_k).causal();
@@ -816,7 +818,7 @@ fn later_tokens(device: &Device, id: &str, text: &str, d: usize) {
     }
 }
 
-/// The same bits again, from a graph, and for each head alone.
+/// A repeated run, a run from a graph, and a run of each head alone give the same bits.
 fn same_bits(device: &Device, id: &str, text: &str, d: usize) {
     let p = Problem::new(4, 1500, d).with_kv_heads(2).causal();
     let case = rounded(p, Element::Bf16, 13, 1.0);
@@ -841,7 +843,7 @@ fn same_bits(device: &Device, id: &str, text: &str, d: usize) {
     assert!(o.read().unwrap() == first.o, "{id}: a graph gives other bits");
 }
 
-/// At every setting at which a method says it is exact, its bits are those of `exact` on the same device.
+/// At every setting at which a method claims to be exact, its bits equal those of `exact` on the same device.
 fn exact_limits(g: &Gpu) {
     for form in registry::FORMS {
         let method: &Method = form.method;
@@ -898,7 +900,7 @@ fn failures(g: &Gpu) {
         Err(Error::Method(attlas::Error::Shape { .. }))
     ));
     assert!(o.read_bytes().unwrap().iter().all(|&b| b == 255), "writes before it refuses");
-    // Spoilt cubins in the cache are compiled anew.
+    // Corrupt cubins in the cache are recompiled.
     let folder = std::env::temp_dir().join(format!("attlas-cuda-check-{}", std::process::id()));
     let setup = Setup { cache: Some(folder.clone()), ..Setup::default() };
     for image in [b"\x7fELF of nothing".to_vec(), b"no cubin".to_vec()] {

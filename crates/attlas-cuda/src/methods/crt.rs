@@ -1,4 +1,4 @@
-//! `crt`: positive random features whose exponent is fixed, calibrated, or without a mask fitted to the data.
+//! `crt`: positive random features with an exponent that is fixed, calibrated, or, without a mask, fitted to the data.
 
 use crate::methods::hyper::groups;
 use crate::methods::linear::FeatureMap;
@@ -28,7 +28,7 @@ pub(crate) static FORM: Form = Form {
 
 fn build(r: &Request<'_>) -> Result<FeatureMap> {
     let (p, params) = (r.problem, Params::from_options(r.options)?);
-    // Without a mask the exponent suits the data of the run, unless it is given.
+    // Without a mask the exponent is fitted to the data of the run, unless it is given.
     let fitted = p.mask == Mask::None && params.a.is_none() && r.calibration.is_none();
     if fitted && params.variant != Variant::Oprf {
         let reason = "without a mask the moments that this variant is fitted to are taken on the host alone: pass a \
@@ -41,7 +41,7 @@ fn build(r: &Request<'_>) -> Result<FeatureMap> {
         parts(r, |index| {
             let omega = source.draw(p.d, index)?;
             let shape = Shape { d: p.d, d_v: p.d_v, scale: p.scale, index };
-            // Fitted features begin with those of an exponent of 0.
+            // Fitting starts from the features of exponent 0.
             let exponent =
                 if fitted { Exponent::favor(p.d) } else { source.exponent::<f64>(&shape, None)? };
             let options = MapOptions { scale: p.scale, ..MapOptions::default() };

@@ -1,4 +1,4 @@
-//! `naive` and `exact`: exact attention by the best kernel for the widths, and by the plain one.
+//! `naive` and `exact`: exact attention by the portable kernel, and by the best kernel for the widths.
 
 use crate::plan::{Core, Io, Request};
 use crate::prims::attend::{Attend, Rule};
@@ -32,7 +32,7 @@ pub(crate) static EXACT: Form = Form {
     build: |r| Ok(Box::new(Exact::new(r, Status::Complete)?)),
 };
 
-/// Rows that see no key.
+/// Returns the number of rows without a key.
 pub(crate) fn empty_rows(p: &Problem) -> u64 {
     let rows = match p.mask {
         _ if p.n_k == 0 => p.n_q,
@@ -111,7 +111,7 @@ impl KeptTokens {
         })
     }
 
-    /// Places in use once `len` tokens are there.
+    /// Returns the number of slots in use after `len` tokens.
     fn cached(&self, len: usize) -> usize {
         self.bounds.map_or(len, |(sinks, window)| len.min(sinks.saturating_add(window)))
     }

@@ -1,7 +1,7 @@
-//! `hyper`: hash, sort, blocks with samples; causal problems by halves whose parts are joined.
+//! `hyper`: hash, sort, blocks with samples; causal problems by recursive halving with merged parts.
 //!
-//! Directions and samples are drawn by the host's own streams when planning, so that both choose the same keys wherever
-//! no projection is within rounding of zero.
+//! Planning draws directions and samples from the host's streams: host and device choose the same keys unless a
+//! projection is within rounding of zero.
 
 use crate::methods::exact::{Exact, empty_rows};
 use crate::plan::{Core, Io, Request};
@@ -42,14 +42,14 @@ pub(crate) static FORM: Form = Form {
     },
 };
 
-/// Whether the whole problem is computed exactly.
+/// Returns true if the whole problem is computed exactly.
 fn covers(params: &Params, p: &Problem) -> bool {
     let sinks = FirstKeys::new(params.sinks, &params.always, p.n_k).map_or(params.sinks, |f| f.count());
     let most = params.block.max(params.samples);
     p.n_k <= most.max(params.sinks) || p.n_q.max(p.n_k) <= params.n_min || p.n_k <= sinks
 }
 
-/// One step of the work: parts that share no row.
+/// One step of the work, on parts that share no row.
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // a handful of them in a plan
 enum Step {
@@ -61,32 +61,32 @@ enum Step {
 struct Hyper {
     problem: Problem,
     element: Element,
-    /// Where named keys come first: the order of all keys.
+    /// The order of all keys, if named keys come first.
     order: Option<(DeviceBuffer, Copy)>,
     hash: Option<Hash>,
     steps: Vec<Step>,
-    /// Parts are joined here; without it the only step writes the output.
+    /// Buffer in which parts are merged; without it a single step writes the output.
     joined: Option<Joined>,
-    /// The first step writes every row.
+    /// True if the first step writes every row.
     covered: bool,
     info: RunInfo,
 }
 
-/// Rows and keys of a part, both counted from the first row and the first key behind the sinks.
+/// Rows and keys of a part, counted from the first row and the first key after the sinks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Piece {
     rows: Range<usize>,
     keys: Range<usize>,
 }
 
-/// The causal problem of `n_q` rows and `n_k` keys by halves: exact squares at the bottom, then levels of parts in which
-/// every row sees every key, the deepest first.
+/// Halves the causal problem of `n_q` rows and `n_k` keys recursively: exact squares at the bottom, then levels of
+/// unmasked parts, the deepest first.
 fn halves(n_q: usize, n_k: usize, n_min: usize) -> (Vec<Piece>, Vec<Vec<Piece>>) {
     let offset = n_k as isize - n_q as isize;
     let keys =
         |rows: &Range<usize>| (rows.start as isize + offset) as usize..(rows.end as isize + offset) as usize;
     let (mut base, mut levels) = (Vec::new(), Vec::new());
-    // Rows before the first key see nothing.
+    // Rows before the first key have no keys.
     let mut squares = Vec::from([n_q.saturating_sub(n_k)..n_q; 1]);
     while !squares.is_empty() {
         let (mut next, mut parts) = (Vec::new(), Vec::new());
@@ -149,7 +149,7 @@ impl Hyper {
         };
         let mut pairs = 0;
         let mut steps = Vec::new();
-        // Squares at the bottom hold every row that sees a key, so that nothing needs to be cleared where all do.
+        // Squares at the bottom contain every row with a key: if all rows have one, none needs clearing.
         let covered = !base.is_empty() && p.n_q <= n_k;
         if !base.is_empty() {
             let write = if covered { Write::First } else { Write::Join };
@@ -231,14 +231,14 @@ impl Hyper {
     }
 }
 
-/// The groups of the problem, key heads of the first sequence first.
+/// Returns the groups of the problem, key heads of the first sequence first.
 pub(crate) fn groups(r: &Request<'_>) -> impl Iterator<Item = GroupIndex> + use<> {
     let (first, kv) = (r.first_batch, r.problem.n_kv_heads);
     (0..r.problem.batch)
         .flat_map(move |b| (0..kv).map(move |kv_head| GroupIndex { batch: first + b, kv_head }))
 }
 
-/// A part with the samples that the host would draw.
+/// Makes a part with the samples that the host would draw.
 fn part(r: &Request<'_>, params: &Params, piece: &Piece, keys: Range<usize>) -> CausalPart {
     let rectangle = Rectangle { rows: piece.rows.clone(), keys: piece.keys.clone() };
     let replacement = params.sampling == Sampling::WithReplacement;
@@ -252,7 +252,7 @@ fn part(r: &Request<'_>, params: &Params, piece: &Piece, keys: Range<usize>) -> 
     CausalPart { rows: piece.rows.clone(), keys, samples }
 }
 
-/// The keys in the order in which named ones come first, where that is another one.
+/// Returns the order of keys with named ones first, if it differs from the original order.
 fn order_of(r: &Request<'_>, params: &Params) -> Result<Option<(DeviceBuffer, Copy)>> {
     let n_k = r.problem.n_k;
     let mut named = vec![false; n_k];

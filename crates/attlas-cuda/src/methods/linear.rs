@@ -1,5 +1,5 @@
-//! `linear`: three launches by tensor cores for elu + 1 at width 64, segments by the plain kernels otherwise; and the core of
-//! every method that is a map to positive features.
+//! `linear`: three launches on tensor cores for elu + 1 at width 64, otherwise segments by the portable kernels; and
+//! the core of every method that is a map to positive features.
 
 use crate::methods::exact::empty_rows;
 use crate::plan::{Core, Io, Request, unsupported};
@@ -36,7 +36,7 @@ pub(crate) static FORM: Form = Form {
     },
 };
 
-/// The number of a map in the kernel.
+/// Returns the number of a map in the kernel.
 fn code(map: Function) -> i32 {
     match map {
         Function::Elu1 | Function::Identity => 0,
@@ -82,7 +82,7 @@ enum Fast {
 }
 
 impl FeatureMap {
-    /// `streams`: maps of queries for some columns of the values each; one map for all where there are none.
+    /// `streams`: maps of queries, each for some columns of the values; if empty, one map for all.
     pub(crate) fn new(
         id: &'static str,
         r: &Request<'_>,
@@ -97,7 +97,7 @@ impl FeatureMap {
         Ok(Self::of(id, r, Sums::Positive(positive), count))
     }
 
-    /// With random features, by tensor cores where they have a form.
+    /// Uses random features, on tensor cores if these have a form.
     pub(crate) fn random(id: &'static str, r: &Request<'_>, map: Random<'_>) -> Result<Self> {
         let fast = Exponential::new(r.device, r.problem, r.element, &map)?;
         let features = Features::random(r.device, r.element, r.problem.d, map)?;
@@ -105,7 +105,7 @@ impl FeatureMap {
         Ok(Self { fast: fast.map(Fast::Exponential), ..plain })
     }
 
-    /// With features of either sign.
+    /// Uses features of either sign.
     pub(crate) fn signed(id: &'static str, r: &Request<'_>, signed: Signed) -> Self {
         let count = signed.count();
         Self::of(id, r, Sums::Signed(signed), count)
@@ -121,7 +121,7 @@ impl FeatureMap {
 
 impl Core for FeatureMap {
     fn workspace_bytes(&self) -> usize {
-        // Strides may rule out the fast form, so there is room for either.
+        // Strides may exclude the fast form: reserve room for either.
         let fast = match &self.fast {
             Some(Fast::Elu1(fast)) => fast.workspace_bytes(),
             Some(Fast::Exponential(fast)) => fast.workspace_bytes(),
@@ -156,7 +156,7 @@ impl Core for FeatureMap {
     }
 }
 
-/// Decoding: one state, whatever the number of tokens.
+/// Decoding with one state of constant size.
 #[derive(Debug)]
 struct FeatureStream {
     sums: Sums,

@@ -1,5 +1,5 @@
-//! `linformer` with means of segments: without a mask every row attends to the means, with one to those of earlier segments
-//! and to its own segment exactly.
+//! `linformer` with means of segments: without a mask every row attends to all means; with a causal mask, to the means
+//! of earlier segments and exactly to its own segment.
 
 use crate::methods::exact::{Exact, empty_rows};
 use crate::plan::{Core, Io, Request};
@@ -36,7 +36,7 @@ pub(crate) static FORM: Form = Form {
     },
 };
 
-/// Exact attention where every key stands for itself; a stream may grow beyond the plan.
+/// Exact attention for segments of one key; a stream may grow beyond the plan.
 #[derive(Debug)]
 struct Whole {
     exact: Exact,
@@ -62,7 +62,7 @@ struct Pooled {
     problem: Problem,
     element: Element,
     device: Device,
-    /// Tokens of a segment of the causal form, and the means that are seen.
+    /// Tokens of a segment of the causal form, and the number of visible means.
     len: usize,
     count: usize,
     pool: Pool,
@@ -73,7 +73,7 @@ struct Pooled {
 #[derive(Debug)]
 #[allow(clippy::large_enum_variant)] // one in a plan
 enum Steps {
-    /// Means with one bias for all, which leaves outputs as they are.
+    /// Means with one common bias, which does not change outputs.
     Plain {
         attend: Attend,
         shift: Shift,
@@ -144,7 +144,8 @@ impl Pooled {
     }
 }
 
-/// Rows with the keys of their own segment, rows with the means of the segments before, and how many pairs that is.
+/// Returns the areas of rows with the keys of their own segment, those with the means of earlier segments, and the
+/// number of pairs.
 fn areas(p: &Problem, len: usize) -> (Vec<Area>, Vec<Area>, u64) {
     let offset = p.n_k as isize - p.n_q as isize;
     let (mut own, mut means, mut pairs) = (Vec::new(), Vec::new(), 0);
@@ -180,7 +181,7 @@ impl Core for Pooled {
         if p.n_q == 0 {
             return Ok(self.info.clone());
         }
-        // Only complete segments are seen as means, with a causal mask.
+        // With a causal mask, only complete segments are visible as means.
         let n = if p.mask == Mask::Causal { count * self.len } else { p.n_k };
         let mut bar = [io.k, io.v];
         for x in &mut bar {
@@ -206,7 +207,7 @@ impl Core for Pooled {
             Steps::Causal { own, means, joined, covered, shift } => {
                 let rows = joined.start(io.lse, !covered, ws)?;
                 own.run(&io.q, &io.k, &io.v, rows.o, rows.lse, ws)?;
-                // A bias that all means have is taken from the other part while they are joined.
+                // A bias common to all means is subtracted from the other part during the merge.
                 let (all, by) = (p.batch * p.n_heads * p.n_q, (self.len as f64).ln());
                 if count > 0 {
                     shift.run(rows.lse, all, -by, ws)?;
@@ -230,7 +231,7 @@ impl Core for Pooled {
 struct PooledTokens {
     problem: Problem,
     segment: usize,
-    /// Means of keys and of values, and the tokens that are in none.
+    /// Means of keys and of values, and the tokens not yet in a mean.
     means: [GrowingRows; 2],
     tokens: [GrowingRows; 2],
     count: usize,
@@ -272,7 +273,8 @@ impl DeviceStream for PooledTokens {
         let (p, rows) = (self.problem, k.dims()[2]);
         let mut done = 0;
         while done < rows {
-            // A full segment becomes its mean when the next token comes: its last token still sees it as it is.
+            // A full segment becomes its mean when the next token arrives: its last token still attends to its single
+            // keys.
             if self.open == self.segment {
                 for (tokens, means) in self.tokens.iter().zip(&mut self.means) {
                     means.reserve(self.count + 1, ws.stream())?;

@@ -22,7 +22,7 @@ pub(crate) static FORM: Form = Form {
 
 #[derive(Debug)]
 struct Loki {
-    /// Exact attention where every row keeps all keys.
+    /// Exact attention, if every row keeps all keys.
     whole: Option<Exact>,
     ranked: Ranked,
     queries: Projection,

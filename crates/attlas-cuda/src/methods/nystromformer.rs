@@ -1,5 +1,5 @@
 //! `nystromformer`: averages, attention of averaged queries to all keys, a small inverse, attention of all queries to averaged
-//! keys. Averages are kept in the type of the elements, so that the fast kernels of exact attention take them.
+//! keys. Averages are stored in the type of the elements, as the fast kernels of exact attention require.
 
 use crate::methods::exact::{Exact, empty_rows};
 use crate::plan::{Core, Io, Request, unsupported};
@@ -13,7 +13,7 @@ use attlas::methods::low_rank::nystromformer::{METHOD, Params, Pinv};
 use attlas::{Problem, RunInfo, Status, Support};
 use attlas_num::linalg::Iteration;
 
-/// Most landmarks: their square matrices are inverted by one block of threads each.
+/// Most landmarks: one block of threads inverts each square matrix.
 const MOST: usize = 1024;
 
 pub(crate) static FORM: Form = Form {
@@ -54,7 +54,7 @@ struct Nystromformer {
     /// Averaged queries against all keys.
     gather: Attend,
     landmarks: Landmarks,
-    /// All queries against averaged keys, without a bias and with one.
+    /// All queries against averaged keys, without and with a bias.
     spread: Attend,
     biased: Option<Weighted>,
     info: RunInfo,

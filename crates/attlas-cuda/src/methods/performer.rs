@@ -65,11 +65,11 @@ fn trig(r: &Request<'_>, params: Params) -> Result<FeatureMap> {
     Ok(FeatureMap::signed(METHOD.id, r, signed))
 }
 
-/// Why rows are not computed again.
+/// Reason for refusing to recompute rows.
 pub(crate) const NO_EXACT_ROWS: &str =
     "denominator = exact_row computes rows again on the host alone: take clamp, strict or zero_row";
 
-/// The number of a policy that has a form.
+/// Returns the number of a policy with a device form.
 pub(crate) fn policy(policy: DenominatorPolicy) -> Policy {
     match policy {
         DenominatorPolicy::Strict => Policy::Strict,
@@ -78,10 +78,10 @@ pub(crate) fn policy(policy: DenominatorPolicy) -> Policy {
     }
 }
 
-/// Why so many features are refused.
+/// Reason for refusing too many features.
 pub(crate) const TOO_MANY: &str = "the device form has room for 1024 features: ask for fewer";
 
-/// One value for every sequence and key head of a request.
+/// Computes one value for every sequence and key head of a request.
 pub(crate) fn parts(
     r: &Request<'_>,
     make: impl Fn(attlas::group::GroupIndex) -> Result<ExpParts>,

@@ -27,7 +27,7 @@ pub(crate) static FORM: Form = Form {
 
 #[derive(Debug)]
 struct SinkWindow {
-    /// Exact attention where the window covers everything.
+    /// Exact attention, if the window covers everything.
     whole: Option<Exact>,
     attend: Attend,
     info: RunInfo,
@@ -59,7 +59,7 @@ impl SinkWindow {
     }
 }
 
-/// Pairs and empty rows of one head.
+/// Counts the pairs and empty rows of one head.
 fn visited(p: &Problem, sinks: usize, window: usize) -> (u64, u64) {
     let (n_k, window, sinks) = (p.n_k as i64, window as i64, sinks.min(p.n_k) as i64);
     let (mut pairs, mut empty) = (0, 0);

@@ -10,7 +10,7 @@ use std::ops::Range;
 /// A window wider than any sequence.
 const NO_WINDOW: i32 = 1 << 30;
 
-/// Rows that see keys: all of `keys`, or with a causal rule those up to row + `offset`.
+/// Rows with their keys: all of `keys`, or with a causal rule those up to row + `offset`.
 #[derive(Clone, Debug)]
 pub(crate) struct Area {
     pub(crate) rows: Range<usize>,
@@ -24,7 +24,7 @@ pub(crate) struct Rule {
     pub(crate) causal: bool,
     pub(crate) window: Option<usize>,
     pub(crate) sinks: usize,
-    /// How rows are written.
+    /// Form in which rows are written.
     pub(crate) write: Write,
     /// Rows and keys by areas instead of all.
     pub(crate) areas: Option<Vec<Area>>,
@@ -58,7 +58,7 @@ enum Fast {
 const MMA_ROWS: usize = 128;
 
 impl Attend {
-    /// By the plain kernel alone.
+    /// Uses only the portable kernel.
     pub(crate) fn plain(device: &Device, problem: &Problem, element: Element, rule: Rule) -> Result<Self> {
         Self::with_fast(device, problem, element, rule, false)
     }
@@ -67,7 +67,7 @@ impl Attend {
         Self::with_fast(device, problem, element, rule, true)
     }
 
-    /// For another number of keys; forms without areas only.
+    /// Sets another number of keys; only for forms without areas.
     pub(crate) fn set_keys(&mut self, n_k: usize) {
         self.problem.n_k = n_k;
     }
@@ -120,7 +120,7 @@ impl Attend {
         Ok(Self { problem: *problem, element, rule, any, warps, fast, table })
     }
 
-    /// Puts the work on the stream. `out` holds elements, or sums where parts are joined; `lse` is 0 for none.
+    /// Puts the work on the stream. `out` has elements, or sums if parts are merged; `lse` is 0 for none.
     pub(crate) fn run(
         &self,
         q: &DeviceRef<'_>,
@@ -145,7 +145,7 @@ impl Attend {
                 let map = |t: &DeviceRef<'_>, rows: usize| {
                     let ([b, h, n, c], s) = (t.dims(), t.strides());
                     let dims = [c, n, h, b].map(|x| x as u64);
-                    // Strides of axes of length 1 are free, and the engine takes none of 0.
+                    // Strides of axes of length 1 are arbitrary, but the engine rejects 0.
                     let stride =
                         |a: usize, n: usize| if n > 1 { s[a] as u64 } else { (s[a] as u64).max(c as u64) };
                     let strides = [stride(2, n), stride(1, h), stride(0, b)];
@@ -205,7 +205,7 @@ impl Attend {
     }
 }
 
-/// An area cut into tiles of `rows` rows, as kernels read them.
+/// Cuts an area into tiles of `rows` rows, in the form for kernels.
 fn tiles(area: &Area, rows: usize) -> impl Iterator<Item = [u32; 5]> {
     let Area { rows: range, keys, offset } = area.clone();
     range.clone().step_by(rows).map(move |first| {

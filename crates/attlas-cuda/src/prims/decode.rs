@@ -1,4 +1,4 @@
-//! One query row a head over all keys of a cache.
+//! Decoding: one query row per head over all keys of a cache.
 
 use crate::driver::{Arg, Kernel, View};
 use crate::prims::{number, sizes, view_aligned};
@@ -6,7 +6,7 @@ use crate::workspace::padded;
 use crate::{Device, DeviceRef, DeviceWorkspace, Element, KernelFamily, Result, programs};
 use attlas::Problem;
 
-/// Keys of a piece, by the number of keys alone: bits do not depend on the GPU.
+/// Returns the keys per piece, only from the number of keys: bits do not depend on the GPU.
 fn piece(n_k: usize) -> usize {
     match n_k {
         0..8192 => 256,
@@ -15,7 +15,7 @@ fn piece(n_k: usize) -> usize {
     }
 }
 
-/// Heads of a group that the kernel for tensor cores has room for.
+/// Most heads of a group for the tensor-core kernel.
 const FAST_GROUP: usize = 8;
 
 /// Decoding of a problem with one query.

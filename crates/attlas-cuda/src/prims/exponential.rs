@@ -1,4 +1,4 @@
-//! Linear attention with exponential features by tensor cores: bf16, 64 columns.
+//! Linear attention with exponential features on tensor cores: bf16, 64 columns.
 
 use crate::driver::{Arg, Kernel};
 use crate::prims::features::Random;
@@ -11,7 +11,7 @@ const SEGMENT: usize = 128;
 const CHUNK: usize = 64;
 const TILE_BYTES: usize = 8192;
 
-/// Tiles of 16 features whose weights a thread has registers for.
+/// Most tiles of 16 features whose weights fit into a thread's registers.
 const MOST_TILES: usize = 18;
 
 /// The three kernels of a problem and a map that have this form.
@@ -54,7 +54,7 @@ impl Exponential {
         if !quick {
             return Ok(None);
         }
-        // Two terms of bf16 each, which make projections as good as single precision.
+        // Two bf16 terms each, which give projections single-precision accuracy.
         let padded = tiles * 16;
         let mut omega = Vec::with_capacity(map.queries.len() * 2 * padded * 64);
         for part in map.queries {
@@ -97,12 +97,12 @@ impl Exponential {
         }))
     }
 
-    /// Whether the kernels can read these rows.
+    /// Returns true if the kernels can read these rows.
     pub(crate) fn takes(&self, tensors: &[&DeviceRef<'_>]) -> bool {
         aligned(tensors)
     }
 
-    /// Bytes of means, of their logarithms, and of what is fitted.
+    /// Returns the bytes of means, of their logarithms, and of fitted values.
     fn bytes(&self) -> [usize; 3] {
         let p = &self.problem;
         let heads = p.batch * p.n_kv_heads;

@@ -6,16 +6,16 @@ use crate::{Device, DeviceBuffer, DeviceWorkspace, Element, Result, programs};
 use attlas_num::Mat;
 use attlas_num::sketch::features::ExpParts;
 
-/// Which rows are mapped.
+/// Rows to map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Rows {
     Keys,
     Queries,
-    /// Queries that meet keys of opposite sign.
+    /// Queries for keys of opposite sign.
     Opposite,
 }
 
-/// A map of single coordinates of `root` · x, by its number in the kernel.
+/// A coordinate-wise map of `root` · x, by its number in the kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Map {
     pub(crate) code: i32,
@@ -43,7 +43,7 @@ enum Kind {
         directions: usize,
         norms: usize,
         opposite: bool,
-        /// The constant of ReLU features, which the others do not have.
+        /// The constant of ReLU features; none for others.
         relu: Option<f64>,
         norm_scale: f64,
         /// The kernel that fits the exponent to the data, and the squared norms of the directions.
@@ -68,16 +68,16 @@ pub(crate) struct Features {
 
 /// Directions of the ReLU map, or parts of exponential ones, of every sequence and key head.
 pub(crate) struct Random<'a> {
-    /// Of queries, and of keys where they differ.
+    /// Parts of queries, and of keys if they differ.
     pub(crate) queries: &'a [ExpParts],
     pub(crate) keys: Option<&'a [ExpParts]>,
     pub(crate) opposite: bool,
     pub(crate) relu: Option<f64>,
-    /// Squared norms of the directions, where the exponent is fitted to the data.
+    /// Squared norms of the directions, if the exponent is fitted to the data.
     pub(crate) lengths: Option<Vec<f64>>,
 }
 
-/// The type in which projections are summed up.
+/// Returns the type in which projections are summed.
 fn wide(element: Element) -> Element {
     if element.is_half() { Element::F32 } else { Element::F64 }
 }
@@ -150,22 +150,22 @@ impl Features {
         Ok(Self { kernel, kind, element, d, count: 2 * d })
     }
 
-    /// Features of a row.
+    /// Returns the number of features of a row.
     pub(crate) fn count(&self) -> usize {
         self.count
     }
 
-    /// Whether the map depends on all queries and keys of a run.
+    /// Returns true if the map depends on all queries and keys of a run.
     pub(crate) fn is_fitted(&self) -> bool {
         matches!(&self.kind, Kind::Random { fit: Some(_), .. })
     }
 
-    /// Scratch memory of `fit`.
+    /// Returns the scratch memory of `fit`.
     pub(crate) fn fit_bytes(&self, maps: usize) -> usize {
         if self.is_fitted() { padded(maps * 3 * wide(self.element).bytes()) } else { 0 }
     }
 
-    /// Fits the exponents to the queries and keys of `batch` sequences; the address of what was found, 0 where nothing is
+    /// Fits the exponents to the queries and keys of `batch` sequences; returns the address of the fit, 0 if nothing is
     /// fitted.
     pub(crate) fn fit(
         &self,
@@ -183,8 +183,8 @@ impl Features {
         Ok(fitted)
     }
 
-    /// Writes the logarithms of `n` rows of `[batch, heads]` to `to`, contiguous. `group` heads share a map, the first is
-    /// number `map`; `fitted` is the address that `fit` gave.
+    /// Writes the logarithms of `n` rows of `[batch, heads]` to `to`, contiguous. `group` heads share a map; the first
+    /// has number `map`. `fitted` is the address from `fit`.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn run(
         &self,
@@ -242,7 +242,7 @@ impl Features {
                 self.kernel.launch(ws.stream(), grid, 256, self.kernel.shared, &args)
             }
             Kind::Pola { powers, logs, maps } => {
-                // Maps are those of the key heads of any sequence.
+                // All sequences share the maps of the key heads.
                 let first = if *maps > 1 { map % maps * d } else { 0 };
                 let args = [
                     Arg::View(x),

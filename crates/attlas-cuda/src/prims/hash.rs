@@ -6,7 +6,7 @@ use crate::{Device, DeviceBuffer, DeviceRef, DeviceWorkspace, Element, KernelFam
 use attlas_num::hash::SignHash;
 use attlas_num::rng::StreamKey;
 
-/// Bits that the kernel for tensor cores has room for.
+/// Most bits for the tensor-core kernel.
 const FAST_BITS: usize = 8;
 
 /// Directions of every group, on the device.
@@ -18,7 +18,7 @@ pub(crate) struct Hash {
 }
 
 impl Hash {
-    /// `bits` directions of width `d` for the group of each key, drawn as the host draws them.
+    /// Draws `bits` directions of width `d` for the group of each stream key, as on the host.
     pub(crate) fn new(
         device: &Device,
         element: Element,
@@ -26,7 +26,7 @@ impl Hash {
         bits: usize,
         keys: &[StreamKey],
     ) -> Result<Self> {
-        // [group][d][32]: a lane has a bit.
+        // [group][d][32]: one bit per lane.
         let mut data = vec![0.0; keys.len() * d * 32];
         for (g, &key) in keys.iter().enumerate() {
             let drawn = directions(element, key, d, bits);
@@ -47,7 +47,7 @@ impl Hash {
         })
     }
 
-    /// Gray ranks of all rows of `x`, `[batch, heads, rows]` integers; `group` heads share directions.
+    /// Computes the Gray ranks of all rows of `x`, `[batch, heads, rows]` integers; `group` heads share directions.
     pub(crate) fn run(
         &self,
         x: &DeviceRef<'_>,
@@ -75,7 +75,7 @@ impl Hash {
     }
 }
 
-/// The directions that the host draws for inputs of this precision, row after row.
+/// Draws the directions of the host for inputs of this precision, row by row.
 fn directions(element: Element, key: StreamKey, d: usize, bits: usize) -> Vec<f64> {
     if element == Element::F64 {
         SignHash::<f64>::new(key, d, bits, 1).map_or(Vec::new(), |h| h.directions(0).data().to_vec())

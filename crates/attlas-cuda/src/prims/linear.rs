@@ -1,4 +1,4 @@
-//! Linear attention with features elu + 1 of 64 columns by tensor cores.
+//! Linear attention with features elu + 1 of 64 columns on tensor cores.
 
 use crate::driver::{Arg, Kernel};
 use crate::prims::{aligned, sizes};
@@ -9,7 +9,7 @@ use attlas::{Mask, Problem};
 const SEGMENT: usize = 1024;
 const WIDTH: usize = 72;
 
-/// The three kernels of a problem that has this form.
+/// The three kernels of a problem with this form.
 #[derive(Clone, Debug)]
 pub(crate) struct Elu1 {
     problem: Problem,
@@ -39,7 +39,7 @@ impl Elu1 {
         }))
     }
 
-    /// Whether the kernels can read these rows.
+    /// Returns true if the kernels can read these rows.
     pub(crate) fn takes(&self, tensors: &[&DeviceRef<'_>]) -> bool {
         aligned(tensors)
     }

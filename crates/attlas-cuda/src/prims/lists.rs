@@ -9,16 +9,16 @@ use attlas::Problem;
 use attlas_num::cluster::buckets::Balanced;
 use std::ops::Range;
 
-/// How queries find their block of keys.
+/// Assignment of queries to blocks of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Assign {
-    /// Sorted queries are cut into as many blocks as the keys.
+    /// Sorted queries are cut into the same number of blocks as the keys.
     Balanced,
     /// By their own rank among the keys.
     Alone,
 }
 
-/// A part in which every row sees every key, and the ranks drawn for each group of heads, group after group.
+/// An unmasked part, and the ranks drawn for each group of heads, group by group.
 #[derive(Clone, Debug)]
 pub(crate) struct CausalPart {
     pub(crate) rows: Range<usize>,
@@ -33,7 +33,7 @@ pub(crate) struct ListOptions {
     /// Samples of each part and group.
     pub(crate) samples: usize,
     pub(crate) replacement: bool,
-    /// Codes are below this.
+    /// Upper limit of codes.
     pub(crate) codes: usize,
     pub(crate) assign: Assign,
     pub(crate) join: bool,
@@ -54,7 +54,7 @@ pub(crate) struct Lists {
     parts: DeviceBuffer,
     blocks: DeviceBuffer,
     samples: DeviceBuffer,
-    /// Where blocks of balanced queries start.
+    /// Offsets of the blocks of balanced queries.
     balanced: Option<DeviceBuffer>,
     count: usize,
     rows: usize,
@@ -62,11 +62,11 @@ pub(crate) struct Lists {
     pairs: u64,
 }
 
-/// Most keys of a block and most samples that the kernel for Hopper has room for.
+/// Most keys of a block and most samples for the Hopper kernel.
 const FAST_NEAR: usize = 512;
 const FAST_FAR: usize = 256;
 
-/// Tables of parts and blocks, as kernels read them.
+/// Makes the tables of parts and blocks for kernels.
 fn tables(parts: &[CausalPart], block: usize) -> (Vec<[usize; 7]>, Vec<[usize; 6]>) {
     let (mut table, mut blocks, mut row_place, mut key_place) = (Vec::new(), Vec::new(), 0, 0);
     for (index, part) in parts.iter().enumerate() {
@@ -148,7 +148,7 @@ impl Lists {
         })
     }
 
-    /// Pairs of a row and a key whose score is computed.
+    /// Returns the number of pairs whose score is computed.
     pub(crate) fn pairs(&self) -> u64 {
         self.pairs
     }

@@ -18,12 +18,12 @@ use crate::driver::{Arg, Sizes, View};
 use crate::{DeviceRef, Element};
 use attlas::Problem;
 
-/// `x` in the type of sums.
+/// Returns `x` in the type of sums.
 pub(crate) fn number(element: Element, x: f64) -> Arg<'static> {
     if element == Element::F64 { Arg::Double(x) } else { Arg::Float(x as f32) }
 }
 
-/// Sizes of a problem as kernels take them.
+/// Returns the sizes of a problem as a kernel argument.
 pub(crate) fn sizes(p: &Problem) -> Sizes {
     Sizes {
         heads: p.n_heads as i32,
@@ -35,7 +35,7 @@ pub(crate) fn sizes(p: &Problem) -> Sizes {
     }
 }
 
-/// Whether rows of 16-bit elements can be read 16 bytes at a time.
+/// Returns true if rows of 16-bit elements can be read 16 bytes at a time.
 pub(crate) fn aligned(tensors: &[&DeviceRef<'_>]) -> bool {
     tensors.iter().all(|t| view_aligned(&t.view()))
 }
@@ -44,7 +44,7 @@ pub(crate) fn view_aligned(view: &View) -> bool {
     view.address.is_multiple_of(16) && view.strides.iter().all(|s| s % 8 == 0)
 }
 
-/// A contiguous `[batch, heads, rows, columns]` tensor at an address.
+/// Views a contiguous `[batch, heads, rows, columns]` tensor at an address.
 pub(crate) fn contiguous(address: u64, heads: usize, rows: usize, columns: usize) -> View {
     View { address, strides: [(heads * rows * columns) as i64, (rows * columns) as i64, columns as i64] }
 }

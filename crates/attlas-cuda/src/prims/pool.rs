@@ -1,4 +1,4 @@
-//! Rows that stand for many: means of segments, attention to them with a bias, and small inverses.
+//! Representative rows: means of segments, attention to them with a bias, and small inverses.
 
 use crate::driver::{Arg, Kernel, View};
 use crate::prims::{number, sizes};
@@ -16,7 +16,7 @@ impl Pool {
         Ok(Self { kernel: device.kernel(&programs::pool(element), "pool_rows", 0)? })
     }
 
-    /// The means of the first `n` rows of `x` in `count` segments; each head of `x` gives `group` heads.
+    /// Computes the means of the first `n` rows of `x` in `count` segments; each head of `x` gives `group` heads.
     pub(crate) fn run(
         &self,
         x: View,
@@ -32,7 +32,7 @@ impl Pool {
     }
 }
 
-/// Biases of stand-ins: one number for the first `split`, another for the rest.
+/// Biases of representatives: one number for the first `split`, another for the rest.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Bias {
     pub(crate) split: usize,
@@ -41,22 +41,22 @@ pub(crate) struct Bias {
 }
 
 impl Bias {
-    /// Logarithms of the lengths of `count` segments of `n` tokens.
+    /// Computes the logarithms of the lengths of `count` segments of `n` tokens.
     pub(crate) fn lengths(n: usize, count: usize) -> Self {
         let (short, rest) = (n / count, n % count);
         Self { split: count - rest, low: (short as f64).ln(), high: (short as f64 + 1.0).ln() }
     }
 
-    /// Whether one number holds for all of `count`.
+    /// Returns true if all `count` biases are equal.
     pub(crate) fn is_constant(&self, count: usize) -> bool {
         self.split >= count
     }
 }
 
-/// Rows of a block of the attention to stand-ins.
+/// Rows per block in the attention to representatives.
 const ROWS: usize = 4;
 
-/// Attention of all rows to stand-ins.
+/// Attention of all rows to representatives.
 #[derive(Clone, Debug)]
 pub(crate) struct Weighted {
     kernel: Kernel,
@@ -65,7 +65,7 @@ pub(crate) struct Weighted {
 }
 
 impl Weighted {
-    /// `join` adds to parts that are there, in the type of sums.
+    /// With `join`, merges with existing parts, in the type of sums.
     pub(crate) fn new(device: &Device, problem: &Problem, element: Element, join: bool) -> Result<Self> {
         let name = if join { "weighted_rows_join" } else { "weighted_rows" };
         let room = ROWS * problem.d * element.sum().bytes();
@@ -143,12 +143,12 @@ impl Landmarks {
         })
     }
 
-    /// Scratch memory for `heads` matrices of `m` rows.
+    /// Returns the scratch memory for `heads` matrices of `m` rows.
     pub(crate) fn workspace_bytes(heads: usize, m: usize) -> usize {
         heads * m * m * 6 * 8
     }
 
-    /// The inverse, m × m, of the softmax of the `m` averaged queries and keys, times `u`, written to `out`; `room` has the
+    /// Writes to `out` the m × m inverse of the softmax of the `m` averaged queries and keys, times `u`; `room` has the
     /// bytes of `workspace_bytes`.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn run(

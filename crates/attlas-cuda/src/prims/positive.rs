@@ -8,23 +8,23 @@ use crate::{Device, DeviceRef, DeviceWorkspace, Element, Result, programs};
 use attlas::{Mask, Problem};
 use std::ops::Range;
 
-/// Tokens of a segment, and rows of a block that answers.
+/// Tokens of a segment, and output rows of a block.
 pub(crate) const SEGMENT: usize = 64;
 pub(crate) const ROWS: usize = 8;
-/// Numbers of the parts of a row's sums.
+/// Partial sums per block of rows.
 pub(crate) const PARTS: usize = 32 * ROWS;
 
-/// Most features that the kernels have room for.
+/// Most features for the kernels.
 pub(crate) const MOST_FEATURES: usize = 1024;
 
-/// Scratch memory up to which key heads run together.
+/// Most scratch memory of key heads that run together.
 const TOGETHER: usize = 1 << 31;
 
-/// Something added to denominators.
+/// A constant added to denominators.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Eps {
     pub(crate) value: f64,
-    /// Times the number of keys that the row sees.
+    /// True if it is multiplied by the row's number of keys.
     pub(crate) per_key: bool,
 }
 
@@ -52,7 +52,7 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// The pieces of a problem whose key heads take `one` bytes of scratch memory each.
+    /// Splits a problem whose key heads take `one` bytes of scratch memory each into pieces.
     pub(crate) fn all(p: &Problem, one: usize) -> Vec<Self> {
         let one = one.max(1);
         if p.batch * p.n_kv_heads <= TOGETHER / one {
@@ -65,13 +65,13 @@ impl Piece {
         (0..p.batch).flat_map(heads).collect()
     }
 
-    /// The problem of the piece.
+    /// Returns the problem of the piece.
     pub(crate) fn problem(&self, p: &Problem) -> Problem {
         let heads = self.heads.len();
         Problem { batch: self.batch.len(), n_kv_heads: heads, n_heads: heads * p.group_size(), ..*p }
     }
 
-    /// The piece's heads of a tensor that has `group` heads for each key head.
+    /// Returns the piece's heads of a tensor with `group` heads per key head.
     pub(crate) fn cut(&self, t: &DeviceRef<'_>, group: usize) -> View {
         let mut view = t.view();
         let ahead =
@@ -80,12 +80,12 @@ impl Piece {
         view
     }
 
-    /// Number of the first key head.
+    /// Returns the index of the first key head.
     pub(crate) fn first(&self, p: &Problem) -> usize {
         self.batch.start * p.n_kv_heads + self.heads.start
     }
 
-    /// The piece's part of the log-sum-exp of all rows, `bytes` each; 0 stays.
+    /// Returns the address of the piece's part of the log-sum-exp, `bytes` per row; 0 stays 0.
     pub(crate) fn lse(&self, lse: u64, p: &Problem, bytes: usize) -> u64 {
         if lse == 0 { 0 } else { lse + (self.first(p) * p.group_size() * p.n_q * bytes) as u64 }
     }
@@ -129,12 +129,12 @@ impl Positive {
         self.element
     }
 
-    /// The map depends on a whole run, so that nothing can be decoded with it.
+    /// Returns true if the map depends on a whole run, which excludes decoding.
     pub(crate) fn is_fitted(&self) -> bool {
         self.features.is_fitted()
     }
 
-    /// Bytes of the states of all key heads.
+    /// Returns the bytes of the states of all key heads.
     pub(crate) fn state_bytes(&self) -> usize {
         let p = &self.problem;
         p.batch * p.n_kv_heads * self.state_len() * self.element.sum().bytes()
@@ -148,7 +148,7 @@ impl Positive {
         self.problem.n_k.div_ceil(SEGMENT).max(1)
     }
 
-    /// Scratch memory of some key heads: features of keys, of queries, states.
+    /// Returns the scratch memory of some key heads: features of keys, of queries, states.
     fn head_bytes(&self, heads: usize) -> [usize; 3] {
         let (p, size) = (&self.problem, self.element.sum().bytes());
         let m = self.features.count();
@@ -201,7 +201,7 @@ impl Positive {
         Ok(())
     }
 
-    /// The sums of the keys before each segment, or without a mask those of all keys.
+    /// Computes the sums of the keys before each segment, or without a mask those of all keys.
     fn sum_up(&self, keys: u64, v: View, states: u64, p: &Problem, ws: &DeviceWorkspace) -> Result<()> {
         let (m, segments) = (self.features.count(), self.segments());
         let int = |x: usize| Arg::Int(x as i32);
@@ -257,7 +257,7 @@ impl Positive {
         self.answer.launch(ws.stream(), grid, 32 * ROWS, self.answer.shared, &args)
     }
 
-    /// Scratch memory of some tokens or rows of decoding.
+    /// Returns the scratch memory of some tokens or rows of decoding.
     pub(crate) fn step_bytes(&self, heads: usize, rows: usize) -> usize {
         padded(self.problem.batch * heads * rows * self.features.count() * self.element.sum().bytes())
     }
@@ -292,7 +292,7 @@ impl Positive {
         self.absorb.launch(ws.stream(), [heads, batch, 1], 256, self.absorb.shared, &args)
     }
 
-    /// Answers one row of each head from states of `seen` tokens.
+    /// Computes one row of each head from states of `seen` tokens.
     pub(crate) fn attend(
         &self,
         state: u64,
@@ -315,7 +315,7 @@ impl Positive {
     }
 }
 
-/// Blocks of the causal form: rows in fours by the place of their keys.
+/// Returns the number of blocks of the causal form: rows are grouped by the positions of their keys.
 pub(crate) fn blocks(n_q: i64, n_k: i64) -> usize {
     let (offset, rows) = (n_k - n_q, ROWS as i64);
     let base = offset.div_euclid(rows) * rows;

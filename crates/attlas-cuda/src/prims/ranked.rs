@@ -6,18 +6,18 @@ use crate::workspace::padded;
 use crate::{Device, DeviceBuffer, DeviceRef, DeviceWorkspace, Element, Result, programs};
 use attlas::{Mask, Problem};
 
-/// How rows choose keys.
+/// Choice of keys by rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Choice {
-    /// Keys kept by their scores; none for a share of those that the row sees.
+    /// Keys kept by their scores; none for a share of the visible ones.
     pub(crate) keys: Option<usize>,
     pub(crate) fraction: f64,
-    /// The last and the first keys are kept whatever their scores.
+    /// The last and the first keys, which are always kept.
     pub(crate) window: usize,
     pub(crate) sinks: usize,
-    /// Rows that see fewer keys keep all.
+    /// Rows with fewer visible keys keep all.
     pub(crate) min_len: usize,
-    /// Heads of a group choose by the largest of their scores.
+    /// True if the heads of a group choose together, by the largest of their scores.
     pub(crate) together: bool,
 }
 
@@ -27,16 +27,16 @@ impl Choice {
         self.keys.unwrap_or_else(share).min(n)
     }
 
-    /// Whether a row that sees `n` keys keeps all.
+    /// Returns true if a row with `n` visible keys keeps all.
     pub(crate) fn keeps_all(&self, n: usize) -> bool {
         n < self.min_len || self.budget(n) >= n || self.window.saturating_add(self.sinks) >= n
     }
 }
 
-/// Bytes of scores that a batch of rows may take.
+/// Most bytes of scores of a batch of rows.
 const SCORES: usize = 1 << 28;
 
-/// Products of rows and keys that a block of the scoring kernel computes.
+/// Rows per block of the scoring kernel.
 const PAIRS: usize = 8;
 
 /// Attention by ranks of a problem; scores are products of `width` columns.
@@ -71,12 +71,12 @@ impl Ranked {
         })
     }
 
-    /// The same for single rows that see all keys.
+    /// Returns the form for single rows with all keys.
     pub(crate) fn decoding(&self) -> Self {
         Self { problem: Problem { n_q: 1, mask: Mask::None, ..self.problem }, ..self.clone() }
     }
 
-    /// Rows of a batch, and places of the list of a row.
+    /// Returns the rows of a batch, and the slots of a row's list.
     fn batch(&self, n_q: usize, n_k: usize) -> (usize, usize) {
         let p = &self.problem;
         let row = (p.batch * p.n_heads * n_k * self.element.sum().bytes()).max(1);
@@ -168,7 +168,7 @@ impl Ranked {
     }
 }
 
-/// Rows mapped to fewer columns, one map for each key head.
+/// Projection of rows to fewer columns, one map per key head.
 #[derive(Clone, Debug)]
 pub(crate) struct Projection {
     kernel: Kernel,
@@ -183,7 +183,7 @@ impl Projection {
         Ok(Self { kernel, map: DeviceBuffer::from_host(device, element.sum(), map)?, columns })
     }
 
-    /// Maps the rows of `x`, of which `group` heads share a map.
+    /// Maps the rows of `x`; `group` heads share a map.
     pub(crate) fn run(&self, x: &DeviceRef<'_>, group: usize, to: View, ws: &DeviceWorkspace) -> Result<()> {
         let [batch, heads, n, d] = x.dims();
         let int = |x: usize| Arg::Int(x as i32);

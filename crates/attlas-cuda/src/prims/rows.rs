@@ -1,4 +1,4 @@
-//! Rows: parts of outputs in the type of sums, copies of keys and values.
+//! Operations on rows: merging of parts in the type of sums, copies of keys and values.
 
 use crate::driver::{Arg, Kernel, Memory, Stream, View};
 use crate::prims::{contiguous, sizes};
@@ -7,7 +7,7 @@ use crate::{Device, DeviceRef, DeviceWorkspace, Element, Result, programs};
 use attlas::Problem;
 use std::sync::Arc;
 
-/// Rows that parts are joined to: outputs and log-sum-exp in the type of sums.
+/// Rows into which parts are merged: outputs and log-sum-exp in the type of sums.
 #[derive(Clone, Debug)]
 pub(crate) struct Joined {
     clear: Kernel,
@@ -16,7 +16,7 @@ pub(crate) struct Joined {
     element: Element,
 }
 
-/// Where parts are joined.
+/// Addresses of the merged rows.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Rows {
     pub(crate) o: View,
@@ -43,8 +43,8 @@ impl Joined {
         padded(self.rows() * self.problem.d_v * size) + padded(self.rows() * size)
     }
 
-    /// Rows without a part, cleared where the first part does not write all of them. The log-sum-exp is that of the caller
-    /// where he wants it.
+    /// Starts rows without a part, cleared if the first part does not write all of them. Uses the caller's log-sum-exp
+    /// if there is one.
     pub(crate) fn start(&self, lse: u64, clear: bool, ws: &mut DeviceWorkspace) -> Result<Rows> {
         let (p, size) = (&self.problem, self.element.sum().bytes());
         let o = ws.take(self.rows() * p.d_v * size)?;
@@ -73,12 +73,12 @@ pub(crate) struct Copy {
     kernel: Kernel,
 }
 
-/// Where copied rows go.
+/// Destination of copied rows.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Places {
-    /// Place of the first row.
+    /// Slot of the first row.
     pub(crate) at: usize,
-    /// Places behind the first `fixed` are taken in a ring of this length; 0 for none.
+    /// Length of the ring of slots after the first `fixed`; 0 for none.
     pub(crate) ring: usize,
     pub(crate) fixed: usize,
 }
@@ -88,7 +88,7 @@ impl Copy {
         Ok(Self { kernel: device.kernel(&programs::any(element), "copy_rows", 0)? })
     }
 
-    /// Copies rows of every head, those that `order` (an address) names, or all in order where it is 0.
+    /// Copies rows of every head: those named by `order` (an address), or all in order if it is 0.
     pub(crate) fn run(
         &self,
         from: &DeviceRef<'_>,
@@ -113,7 +113,7 @@ impl Copy {
     }
 }
 
-/// Rows with the sign of every element changed.
+/// Negation of every element of rows.
 #[derive(Clone, Debug)]
 pub(crate) struct Negate {
     kernel: Kernel,
@@ -168,14 +168,14 @@ impl GrowingRows {
         self.memory.bytes()
     }
 
-    /// Makes room for `rows` rows and keeps those that are there.
+    /// Reserves room for `rows` rows and keeps the existing ones.
     pub(crate) fn reserve(&mut self, rows: usize, stream: &Stream) -> Result<()> {
         if rows <= self.capacity {
             return Ok(());
         }
         let dims = [self.batch, self.heads, rows.max(2 * self.capacity), self.columns];
         let larger = Self::new(&self.device, self.element, dims)?;
-        // Head by head: their places move.
+        // Head by head, because their offsets change.
         let size = self.element.bytes() as u64;
         for head in 0..self.batch * self.heads {
             let from = head as u64 * (self.capacity * self.columns) as u64 * size;

@@ -15,7 +15,7 @@ pub(crate) enum Kind {
     Gaussian = 2,
 }
 
-/// Treatment of a row whose denominator nearly cancels, by its number in the kernel.
+/// Treatment of a row with a nearly cancelling denominator, by its number in the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Policy {
     Strict = 0,
@@ -23,7 +23,7 @@ pub(crate) enum Policy {
     ZeroRow = 2,
 }
 
-/// Most features, and most directions, that the kernels have room for.
+/// Most features, and most directions, for the kernels.
 pub(crate) const MOST_FEATURES: usize = 1200;
 pub(crate) const MOST_DIRECTIONS: usize = 512;
 
@@ -120,7 +120,7 @@ impl Signed {
         self.element
     }
 
-    /// Features of a token.
+    /// Returns the number of features of a token.
     pub(crate) fn count(&self) -> usize {
         self.m
     }
@@ -138,7 +138,7 @@ impl Signed {
         self.problem.n_k.div_ceil(SEGMENT).max(1)
     }
 
-    /// Scratch memory of some key heads: features and scales of keys and of queries, states.
+    /// Returns the scratch memory of some key heads: features and scales of keys and of queries, states.
     fn head_bytes(&self, heads: usize) -> [usize; 5] {
         let (p, m, rows) = (&self.problem, self.m, heads * self.problem.group_size() * self.problem.n_q);
         let keys = heads * p.n_k;
@@ -275,7 +275,7 @@ impl Signed {
         self.answer.launch(ws.stream(), grid, 32 * ROWS, self.answer.shared, &args)
     }
 
-    /// Scratch memory of some tokens or rows of decoding.
+    /// Returns the scratch memory of some tokens or rows of decoding.
     pub(crate) fn step_bytes(&self, heads: usize, rows: usize) -> usize {
         let rows = self.problem.batch * heads * rows * self.element.sum().bytes();
         padded(rows * self.m) + padded(rows)
@@ -315,7 +315,7 @@ impl Signed {
         self.absorb.launch(ws.stream(), [heads, batch, 1], 256, 0, &args)
     }
 
-    /// Answers one row of each head from states of `seen` tokens.
+    /// Computes one row of each head from states of `seen` tokens.
     pub(crate) fn attend(
         &self,
         state: u64,

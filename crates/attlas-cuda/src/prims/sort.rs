@@ -8,7 +8,7 @@ use crate::{Device, DeviceBuffer, DeviceWorkspace, Result, programs};
 pub(crate) const CHUNK: usize = 2048;
 const BINS: usize = 256;
 
-/// Rows `first .. first + rows` that are sorted on their own; their places follow those of the segment before.
+/// Rows `first .. first + rows`, sorted separately; their places follow those of the previous segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Segment {
     pub(crate) first: usize,
@@ -31,7 +31,7 @@ pub(crate) struct Sort {
     passes: usize,
 }
 
-/// Segments cut into chunks, as kernels read them, and the first chunk of each segment.
+/// Cuts segments into chunks for kernels; also returns the first chunk of each segment.
 fn cut(segments: &[Segment]) -> (Vec<[usize; 4]>, Vec<usize>, usize) {
     let (mut chunks, mut firsts, mut place) = (Vec::new(), vec![0], 0);
     for (s, segment) in segments.iter().enumerate() {
@@ -46,7 +46,7 @@ fn cut(segments: &[Segment]) -> (Vec<[usize; 4]>, Vec<usize>, usize) {
 }
 
 impl Sort {
-    /// Sorts segments of `heads` heads of `n` rows by keys below `limit`.
+    /// Plans the sort of segments of `heads` heads of `n` rows by keys below `limit`.
     pub(crate) fn new(
         device: &Device,
         heads: usize,
@@ -74,7 +74,7 @@ impl Sort {
         })
     }
 
-    /// Address and number of the chunks.
+    /// Returns the address and number of the chunks.
     pub(crate) fn chunks(&self) -> (u64, usize) {
         (self.chunks.address(), self.num_chunks)
     }
@@ -84,7 +84,7 @@ impl Sort {
         padded(self.heads * self.num_chunks * BINS * 4) + again
     }
 
-    /// Writes the sorted rows to `order`, and their keys in that order to `sorted_keys` where it is not 0.
+    /// Writes the sorted rows to `order`, and their keys in that order to `sorted_keys` if it is not 0.
     pub(crate) fn run(
         &self,
         keys: u64,

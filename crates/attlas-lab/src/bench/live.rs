@@ -69,13 +69,13 @@ impl Data {
     }
 }
 
-/// A method that is warm and being timed.
+/// A warmed-up method that is being timed.
 pub(super) struct Live<'a> {
     subject: &'a Chosen,
     options: Options,
     calibration: Option<Calibration>,
     stream: Option<Box<dyn Stream>>,
-    /// Workspace of runs that start on threads already awake.
+    /// Workspace of runs that start on threads that are already awake.
     inside: Workspace,
     output: Vec<f32>,
     setups: Vec<f64>,
@@ -88,7 +88,7 @@ pub(super) struct Live<'a> {
 }
 
 impl<'a> Live<'a> {
-    /// Plans and runs once.
+    /// Plans the method and runs it once.
     pub(super) fn new(
         subject: &'a Chosen,
         data: &Data,
@@ -143,7 +143,7 @@ impl<'a> Live<'a> {
         Ok(self.subject.method.plan_with(problem, &self.options, self.calibration.as_ref())?)
     }
 
-    /// Gives a stream all the tokens; that is its set-up.
+    /// Feeds all tokens to a stream; this is its set-up.
     fn fill_stream(&mut self, data: &Data, ws: &mut Workspace) -> Result<()> {
         let x = data.inputs()?;
         let n = data.problem.n_k;
@@ -161,8 +161,8 @@ impl<'a> Live<'a> {
         Ok(())
     }
 
-    /// Seconds of set-up (0 for a stream) and of one run. As in a model, whose layers share one visit to the threads, the
-    /// clock starts when all of them are awake; waking one takes as long as some methods need for a token.
+    /// Returns the seconds of set-up (0 for a stream) and of one run. The clock starts when all threads are awake, as
+    /// in a model, whose layers wake them once: waking a thread takes as long as some methods need for a token.
     pub(super) fn once(&mut self, data: &Data, ws: &mut Workspace) -> Result<(f64, f64)> {
         let p = data.problem;
         let x = data.inputs()?;
@@ -185,7 +185,7 @@ impl<'a> Live<'a> {
         Ok((setup, run))
     }
 
-    /// One timed run.
+    /// Makes one timed run.
     pub(super) fn round(&mut self, data: &Data, ws: &mut Workspace) -> Result<()> {
         let (setup, run) = self.once(data, ws)?;
         if self.stream.is_none() {
@@ -195,7 +195,7 @@ impl<'a> Live<'a> {
         Ok(())
     }
 
-    /// Runs that the time allows: all of them, or fewer once a run is long.
+    /// Returns the number of runs that the time allows: all, or fewer if a run is long.
     pub(super) fn runs_allowed(&self, settings: &Settings) -> usize {
         if self.warm_seconds <= LONG_RUN_SECONDS {
             return settings.runs;
@@ -211,7 +211,7 @@ impl<'a> Live<'a> {
         median(&self.setups)
     }
 
-    /// Seconds of a length; set-up counts unless it was a prompt.
+    /// Returns the seconds of a length; set-up counts unless it was a prompt.
     pub(super) fn total(&self) -> f64 {
         if self.stream.is_some() { self.run() } else { self.setup() + self.run() }
     }

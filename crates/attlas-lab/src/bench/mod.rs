@@ -1,13 +1,13 @@
-//! How times grow with the length, beside exact attention and the machine's ceiling.
+//! Growth of times with sequence length, beside exact attention and the machine's ceiling.
 //!
-//! At each length every method is planned and run once to warm up, which also shows its memory. Then rounds
-//! follow in which exact attention and every method are each planned and run once under the clock, so that a
-//! machine that slows down slows all of them. With `decode` a method that decodes is given all tokens first
-//! (its set-up) and then timed on one further token at a time, in rounds with exact attention alone; one that
-//! does not is timed on a single query over all keys. Figures: median and range of the runs, counted operations
-//! as a share of the measured multiply-add peak, bytes as a share of the measured read bandwidth, the length at
-//! which a method overtakes exact attention, interpolated in logarithms, and the exponent of a power law fitted
-//! to its times, at the lengths where its settings did not cover everything and make it exact attention.
+//! At each length every method is planned and run once to warm up, which also measures its memory. Each round that
+//! follows plans and times one run of exact attention and of every method: a machine that slows down slows all of them.
+//! With `decode` a method that decodes first reads all tokens (its set-up) and is then timed on one further token at a
+//! time, in rounds with exact attention alone; a method that does not decode is timed on a single query over all keys.
+//! Figures: median and range of the runs, counted operations as a share of the measured multiply-add peak, bytes as a
+//! share of the measured read bandwidth, the length at which a method overtakes exact attention, interpolated in
+//! logarithms, and the exponent of a power law fitted to its times at the lengths where its settings do not cover every
+//! key and make it exact attention.
 
 use crate::compare::status_name;
 use crate::machine::Machine;
@@ -42,11 +42,11 @@ pub struct Settings {
     pub decode: bool,
     /// Distribution of the inputs.
     pub kind: Kind,
-    /// Whether exact attention takes part; speed-ups and errors need it.
+    /// True if exact attention takes part; speed-ups and errors need it.
     pub beside_exact: bool,
     /// Timed runs of each method at each length.
     pub runs: usize,
-    /// A length at which one run is expected to take longer is skipped.
+    /// Lengths at which one run is expected to take longer are skipped.
     pub max_seconds: f64,
     /// Bytes read to measure the bandwidth.
     pub ceiling_bytes: usize,
@@ -88,7 +88,7 @@ pub struct Peer {
 /// One figure of another program.
 #[derive(Clone, Debug, Deserialize, PartialEq)]
 pub struct PeerFigure {
-    /// Id of the method it is to be compared with; `exact` where absent.
+    /// Id of the method to compare it with; `exact` if absent.
     #[serde(default = "exact_id")]
     pub method: String,
     /// Length.
@@ -98,7 +98,7 @@ pub struct PeerFigure {
     /// Query heads.
     #[serde(default = "one")]
     pub heads: usize,
-    /// Key heads; as many as query heads where absent.
+    /// Key heads; one for each query head if absent.
     pub kv_heads: Option<usize>,
     /// With a causal mask.
     #[serde(default)]
@@ -106,7 +106,7 @@ pub struct PeerFigure {
     /// One query over all keys.
     #[serde(default)]
     pub decode: bool,
-    /// Threads it used; any where absent.
+    /// Threads it used; any if absent.
     pub threads: Option<usize>,
     /// Seconds of one run.
     pub seconds: f64,
@@ -147,7 +147,7 @@ pub struct Bench {
     pub rows: Vec<Row>,
     /// One for each method and width.
     pub summary: Vec<Growth>,
-    /// Methods that cannot do this, with their reasons.
+    /// Methods that cannot do this problem, with their reasons.
     pub refused: Vec<crate::compare::Refused>,
     /// Runs left out or shortened, and why.
     pub notes: Vec<String>,
@@ -172,18 +172,18 @@ pub struct Row {
     pub setup_seconds: Spread,
     /// Seconds of one run, or of one token.
     pub run_seconds: Spread,
-    /// Median seconds of exact attention in the same rounds, set-up included where the method's is.
+    /// Median seconds of exact attention in the same rounds, with set-up if the method's includes it.
     pub exact_seconds: Option<f64>,
-    /// How many times faster than exact attention; set-up counts unless decoding.
+    /// Speed-up over exact attention; set-up counts unless decoding.
     pub speedup: Option<f64>,
-    /// Relative Frobenius error of the last run; none where inputs are Gaussian, whose exact output is nearly zero,
-    /// for decoding, and without exact attention beside.
+    /// Relative Frobenius error of the last run; none for Gaussian inputs, whose exact output is nearly zero, for
+    /// decoding, and without exact attention in the run.
     pub error: Option<f64>,
     /// Counted operations of set-up and rows; none for a stream.
     pub flops: Option<u64>,
     /// Billions of counted operations per second of set-up and run.
     pub gflops: Option<f64>,
-    /// The same as a share of the measured multiply-add peak; none where that could not be measured.
+    /// The same as a share of the measured multiply-add peak; none if that could not be measured.
     pub flop_share: Option<f64>,
     /// Bytes that have to be read at least once: the state of a stream, or the operands.
     pub bytes: u64,
@@ -212,7 +212,7 @@ pub struct PeerRatio {
     pub ratio: f64,
 }
 
-/// How a method grows.
+/// Growth of a method's time with length.
 #[derive(Clone, Debug, Serialize)]
 pub struct Growth {
     /// Id of the method.
@@ -224,11 +224,11 @@ pub struct Growth {
     pub exponent: Option<f64>,
     /// Exponent as published.
     pub claimed: f64,
-    /// Where it overtakes exact attention.
+    /// Length at which it overtakes exact attention.
     pub crossover: Crossover,
 }
 
-/// Where a method overtakes exact attention, within the lengths measured.
+/// Length at which a method overtakes exact attention, within the measured lengths.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case", tag = "kind", content = "n")]
 pub enum Crossover {
@@ -242,11 +242,11 @@ pub enum Crossover {
     Unknown,
 }
 
-/// Seconds of one run past which fewer runs are made.
+/// Seconds of one run beyond which fewer runs are made.
 const LONG_RUN_SECONDS: f64 = 10.0;
 /// Fewest runs without a note.
 const FEW_RUNS: usize = 5;
-/// Length that times are extrapolated from where no shorter one was measured.
+/// Length from which times are extrapolated if no shorter one was measured.
 const PROBE_LEN: usize = 1024;
 
 /// Measures every method of `selection` at every length and width.
@@ -366,7 +366,7 @@ pub fn bench(selection: &[Chosen], settings: &Settings, run: &mut Run<'_>) -> Re
     Ok(result)
 }
 
-/// Methods that share their rounds: all of them, or each with exact attention alone where state has to be held.
+/// Groups the methods that share rounds: all of them, or each with exact attention alone if it keeps state.
 fn batches(able: &[usize], decode: bool) -> Vec<Vec<usize>> {
     match able {
         [0, rest @ ..] if decode && !rest.is_empty() => rest.iter().map(|&i| vec![0, i]).collect(),
@@ -402,13 +402,13 @@ fn refusal(
 }
 
 impl Row {
-    /// Seconds that a length costs.
+    /// Returns the seconds of a length.
     pub fn total(&self) -> f64 {
         let run = self.run_seconds.median;
         if self.mode == "stream" { run } else { self.setup_seconds.median + run }
     }
 
-    /// The least that a length cost.
+    /// Returns the shortest time of a length.
     pub fn fastest(&self) -> f64 {
         let run = self.run_seconds.min;
         if self.mode == "stream" { run } else { self.setup_seconds.min + run }
@@ -431,7 +431,7 @@ fn growth(result: &Bench, subjects: &[Chosen]) -> Vec<Growth> {
             if rows.is_empty() {
                 continue;
             }
-            // Where a method computed exact attention under its name, its time says nothing about it.
+            // If a method computed exact attention, its time says nothing about the method.
             let baseline = std::ptr::eq(subject.method, attlas::registry::baseline());
             let own = || rows.iter().filter(|r| baseline || r.status != status_name(Status::Exact));
             let times: Vec<(f64, f64)> = own().map(|r| (r.n as f64, r.total())).collect();
@@ -452,7 +452,7 @@ fn growth(result: &Bench, subjects: &[Chosen]) -> Vec<Growth> {
     out
 }
 
-/// The length from which on the speed-up stays above 1, interpolated in logarithms; `gains` by growing length.
+/// Returns the length from which the speed-up stays above 1, interpolated in logarithms; `gains` are ordered by length.
 fn crossover(gains: &[(usize, f64)]) -> Crossover {
     let Some(&(longest, gain)) = gains.last() else { return Crossover::Unknown };
     if gain < 1.0 {

@@ -23,12 +23,12 @@ fn x(record: &Value, at: &str) -> f64 {
     record.pointer(at).and_then(Value::as_f64).unwrap_or(f64::NAN)
 }
 
-/// Half the range of the runs, over their median.
+/// Returns half the range of the runs, over their median.
 fn spread(seconds: &Value) -> String {
     percent((x(seconds, "/max") - x(seconds, "/min")) / 2.0 / x(seconds, "/median"))
 }
 
-/// The larger share of the two ceilings, and which it is.
+/// Returns the larger share of the two ceilings, and its name.
 fn share(r: &Value) -> String {
     let (flop, read) = (x(r, "/flop_share").max(0.0), x(r, "/read_share"));
     if flop >= read { percent(flop) + "F" } else { percent(read) + "B" }
@@ -78,7 +78,7 @@ impl Bench {
         self.rows.iter().map(|row| Line { row, heads: *heads, kv_heads: *kv_heads, mask: *mask, machine })
     }
 
-    /// One line for each method, width and length.
+    /// Returns a table with one line per method, width and length.
     pub fn table(&self) -> Table {
         let mut columns = COLUMNS.to_vec();
         if self.rows.iter().any(|r| !r.peers.is_empty()) {
@@ -88,7 +88,7 @@ impl Bench {
         Table::of(self.lines(), &columns)
     }
 
-    /// Every row with all digits, for other programs.
+    /// Returns every row with all digits, for other programs.
     pub fn csv_table(&self) -> Table {
         Table::csv_of(self.lines(), &COLUMNS)
     }

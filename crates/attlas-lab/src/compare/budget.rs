@@ -1,11 +1,11 @@
-//! The parameter that decides what a method costs, and settings at which different methods cost the same.
+//! The parameter that determines a method's cost, and settings at which different methods cost the same.
 //!
-//! Methods call their budgets by different names: keys kept, rank, landmarks, features; a method's entry says which
-//! parameters they are. [`equalise`] looks for the largest
-//! value of it with which a method stays within a common amount of scores, seconds or bytes, measured on one key
-//! head in the middle of the inputs: doubling from the smallest, then halving the gap in logarithms. A length below which a
-//! method computes exact attention is lowered until it does not. What was spent on all heads is known after the run
-//! ([`Matching::settle`](crate::compare::Matching::settle)), and decides.
+//! Budgets have different names in different methods: keys kept, rank, landmarks, features; the registry entry names
+//! these parameters. [`equalise`] finds the largest value with which a method stays within a common number of scores,
+//! seconds or bytes, measured on one key head in the middle of the inputs: it doubles the value from the smallest, then
+//! bisects in logarithms. If a method computes exact attention below some length, that length is lowered until it does
+//! not. The amount spent on all heads is known only after the run
+//! ([`Matching::settle`](crate::compare::Matching::settle)), and is the one that counts.
 
 use crate::calibration::Calibrations;
 use crate::compare::{self, Group, Row};
@@ -21,19 +21,18 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Ratio of neighbouring values at which a search ends, and by which other heads may spend more than the one that was
-/// searched on.
+/// Ratio of neighbouring values at which a search ends, and by which other heads may exceed the searched one.
 pub(crate) const CLOSE: f64 = 1.1;
-/// The smallest budget that is tried.
+/// Smallest budget tried.
 const FEWEST: usize = 16;
 
-/// The budgets of a method, as its entry names them, that are not set already. Empty where it has none.
+/// Returns a method's budget parameters that are not set yet; empty if it has none.
 pub fn params(chosen: &Chosen) -> Vec<&'static str> {
     let budgets = chosen.method.tunable.iter().filter(|t| t.ladder == Ladder::UpToKeys).map(|t| t.param);
     budgets.filter(|name| chosen.options.get(name).is_none()).collect()
 }
 
-/// Whether a method keeps keys near a query exact by default: it has sinks of its own, and some of them.
+/// Returns true if a method keeps a near field by default: it has a parameter `sinks` with a default above zero.
 pub fn has_near_field(method: &attlas::Method) -> bool {
     let sinks = method.params.iter().find(|p| p.name == "sinks").map(|p| (p.default)());
     matches!(sinks, Some(attlas::params::Value::Int(n)) if n > 0)
@@ -85,7 +84,7 @@ impl fmt::Display for Budget {
 }
 
 impl Budget {
-    /// The amount that a measured head spent, in the budget's unit.
+    /// Returns the amount that a measured head spent, in the budget's unit.
     pub(crate) fn spent(&self, row: &Row, queries: usize) -> f64 {
         match self {
             Budget::Keys(_) => row.keys_visited as f64 / queries.max(1) as f64,
@@ -94,7 +93,7 @@ impl Budget {
         }
     }
 
-    /// An amount of the budget's unit, as it is read.
+    /// Formats an amount in the budget's unit.
     pub(crate) fn shown(&self, x: f64) -> String {
         use crate::table::{bytes, number, percent};
         match self {
@@ -112,30 +111,30 @@ impl Budget {
     }
 }
 
-/// The share of one method.
+/// The budget of one method.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Matched {
     /// Id of the method.
     pub method: &'static str,
-    /// The parameters that were set, all to the same value; empty where it has no budget.
+    /// The parameters that were set, all to the same value; empty if it has no budget.
     pub params: Vec<&'static str>,
-    /// That value.
+    /// The value of these parameters.
     pub value: Option<usize>,
-    /// The length below which it would compute exact attention, where that had to be lowered, with its value.
+    /// Parameter and value of the length below which it computes exact attention, if that had to be lowered.
     pub switch: Option<(&'static str, usize)>,
-    /// The amount it spent on the key head on which it was set, in the budget's unit; none where it could not run.
+    /// The amount it spent on the key head of the search, in the budget's unit; none if it could not run.
     pub spent: Option<f64>,
-    /// The amount it spent in the run, mean over heads; none before the run.
+    /// Mean amount over heads that it spent in the run; none before the run.
     pub measured: Option<f64>,
-    /// Whether that is within the budget, up to a tenth where heads differ.
+    /// True if that is within the budget, with a tolerance of a tenth for differences between heads.
     pub within: bool,
-    /// Why the budget cannot be met, where it cannot.
+    /// Reason why the budget cannot be met, if it cannot.
     pub reason: Option<String>,
 }
 
-/// Sets the budget of every method to the largest value that stays within `budget`. A method that is over it even at
-/// its smallest keeps that, and one without a budget, or that spends nothing of this kind, keeps its defaults. Methods
-/// with feature maps count the features of a query as its scores.
+/// Sets the budget of every method to the largest value that stays within `budget`. A method that exceeds it even at
+/// its smallest value keeps that value; a method without a budget, or that spends nothing of this kind, keeps its
+/// defaults. For methods with feature maps the features of a query count as its scores.
 pub fn equalise(
     workload: &Workload,
     selection: &[Chosen],
@@ -157,7 +156,7 @@ pub fn equalise(
         let names = params(c);
         let set =
             |base: &Options, value: usize| names.iter().fold(base.clone(), |o, name| o.with(name, value));
-        // A setting that the method refuses costs nothing and gives nothing.
+        // A setting that the method refuses is no candidate.
         let mut try_with = |options: Options| -> Option<(f64, bool)> {
             let tried = Chosen { options, ..c.clone() };
             let rows = group.measure(&tried, None, &mut Calibrations::default(), ws).ok()?;
@@ -166,7 +165,7 @@ pub fn equalise(
         let least = FEWEST.min(problem.n_k.max(1));
         let mut base = c.options.clone();
         let mut switch = None;
-        // Lowered until the smallest budget is neither exact attention nor too dear, or to where it is cheapest.
+        // Lowered until the smallest budget is neither exact attention nor over the limit, or to the cheapest value.
         if let Some(name) = switch_of(c).filter(|_| !names.is_empty()) {
             let mut tried: Option<(f64, Option<usize>)> = None;
             let mut length: Option<usize> = None;
@@ -197,7 +196,7 @@ pub fn equalise(
         }
         let useful = best.filter(|(_, spent)| *spent > 0.0);
         let value = useful.map(|b| b.0);
-        // What could not be matched runs as it is by default.
+        // A method that could not be matched runs with its defaults.
         let options = value.map_or_else(|| c.options.clone(), |value| set(&base, value));
         let within = useful.is_some_and(|b| b.1 <= budget.amount());
         let reason = match (names.is_empty(), best) {
@@ -224,13 +223,13 @@ pub fn equalise(
     Ok((chosen, report))
 }
 
-/// The length below which a method computes exact attention, where it has one that was not set.
+/// Returns the parameter of the length below which a method computes exact attention, if it has one that is not set.
 fn switch_of(chosen: &Chosen) -> Option<&'static str> {
     chosen.method.exact_below.filter(|name| chosen.options.get(name).is_none())
 }
 
-/// The largest value up to `most` whose cost is within `amount`, with that cost; the smallest that can be had where
-/// none is. Costs that are `None` are passed over.
+/// Returns the largest value up to `most` whose cost is within `amount`, with that cost; if none is, the smallest value
+/// with a cost. Values without a cost are skipped.
 fn largest_within(
     most: usize,
     amount: f64,
@@ -391,13 +390,13 @@ mod tests {
         let result = Run::silent(1, 0, |run| compare::compare(&workload, &chosen, &settings, run)).unwrap();
         let result = result.matched_to(compare::Matching { budget, methods });
         let matching = result.matched.as_ref().unwrap();
-        // What was spent is what the run reports.
+        // The amount spent equals the one that the run reports.
         for m in &matching.methods {
             let row = result.rows.iter().find(|r| r.method == m.method).unwrap();
             assert_eq!(m.measured, Some(row.keys_visited as f64 / 512.0));
         }
         assert!(!matching.is_over("hyper") && matching.is_over("top_k"));
-        // What is over the budget heads nothing.
+        // Methods over the budget never come first.
         let table = result.table().text();
         let names: Vec<&str> = table.lines().skip(1).filter_map(|l| l.split_whitespace().next()).collect();
         assert_eq!(names.last(), Some(&"top_k"), "{table}");

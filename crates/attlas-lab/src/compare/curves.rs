@@ -1,8 +1,8 @@
 //! Methods over a range of scores, as published and beside a near field: curves instead of one point each.
 //!
-//! For each of a few numbers of scores a query, a method's budgets are set to it. Beside a near field the same number is
-//! shared: half of it is the window, the rest is the method's, with a few sinks. What was spent is what is drawn, so that curves
-//! compare at the scores that were computed and the time that was taken, whatever a parameter is called.
+//! Every method's budget is set to each of a few numbers of scores per query. With a near field the number is divided:
+//! half is the window, the rest belongs to the method, plus a few sinks. The curves show the scores computed and the
+//! time taken, and so compare methods whose parameters mean different things.
 
 use super::budget;
 use super::{Group, Settings, refusal};
@@ -20,12 +20,12 @@ use attlas::{Near, Options};
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
-/// Scores a query that are tried, as halvings of the number of keys.
+/// Scores per query that are tried, as halvings of the number of keys.
 const HALVINGS: [u32; 5] = [6, 5, 4, 3, 2];
 /// Sinks beside a method.
 const SINKS: usize = 4;
 
-/// One method, as published or beside a near field.
+/// Curve of one method, as published or with a near field.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Curve {
     /// Id of the method.
@@ -34,13 +34,13 @@ pub struct Curve {
     /// Its family.
     #[serde(deserialize_with = "crate::reread::name")]
     pub family: Name,
-    /// Whether it stands beside sinks and a window.
+    /// True if it has a near field of sinks and a window.
     pub near: bool,
     /// Measurements, by growing budget.
     pub points: Vec<CurvePoint>,
 }
 
-/// One setting of it, mean over heads.
+/// One setting of a method, mean over heads.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CurvePoint {
     /// Its settings.
@@ -56,7 +56,7 @@ pub struct CurvePoint {
     pub speedup: f64,
 }
 
-/// The settings of a curve.
+/// Returns the settings of a curve.
 fn settings_of(chosen: &Chosen, near: bool, n_k: usize) -> Vec<Options> {
     let names = budget::params(chosen);
     let mut all: Vec<Options> = Vec::new();
@@ -77,9 +77,9 @@ fn settings_of(chosen: &Chosen, near: bool, n_k: usize) -> Vec<Options> {
     all
 }
 
-/// Measures the curves of every method on every head, one run of each. Stops early with what is finished once `stop` is set or
-/// the time limit is reached; a method whose time ran out has no curve. The processes of a crew share the curves, and each
-/// gets all of them.
+/// Measures the curves of every method on every head, one run of each. Once `stop` is set or the time limit is reached,
+/// it returns the finished curves; a method whose time ran out has none. The processes of a crew share the curves, and
+/// each gets all of them.
 pub fn curves(
     workload: &Workload,
     selection: &[Chosen],
@@ -133,7 +133,7 @@ pub fn curves(
                     Err(_) => break,
                 }
             }
-            // All heads or none: methods are never compared on different ones.
+            // All heads or none: methods are never compared on different heads.
             let heads: usize = groups.iter().map(|(p, _)| p.n_heads).sum();
             if rows.len() < heads || rows.iter().all(|r| r.status == "exact") {
                 continue;
@@ -154,8 +154,8 @@ pub fn curves(
     Ok(found.filter(|curve| !curve.points.is_empty()).collect())
 }
 
-/// One line for each curve: the best error within a quarter of the scores, or at the fewest scores of a method that reads
-/// more, and the best error at twice the speed of exact attention; smallest error first.
+/// Returns a table with one line per curve: the best error within a quarter of the scores (for a method that reads
+/// more, at its fewest scores) and the best error at twice the speed of exact attention; smallest error first.
 pub fn table(curves: &[Curve]) -> Table {
     let mut table = Table::new(&["<method", "<near", "error", "keys", "faster", "error at 2x", "<set"]);
     let within = |c: &Curve| {
@@ -181,7 +181,7 @@ pub fn table(curves: &[Curve]) -> Table {
     table
 }
 
-/// The verdict of the curves, in a sentence.
+/// Returns the verdict of the curves, in a sentence.
 pub fn verdict(curves: &[Curve], tokens: usize) -> String {
     let all = || curves.iter().flat_map(|c| c.points.iter().map(move |p| (c, p)));
     let fastest = |within: f64| {

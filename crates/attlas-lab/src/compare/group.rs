@@ -1,4 +1,4 @@
-//! One key head with the query heads that share it, under the clock.
+//! Timing of one key head with the query heads that share it.
 
 use super::records::{Baseline, BaselineHead, Row, status_name};
 use super::{Settings, name_method};
@@ -13,7 +13,7 @@ use attlas::metrics::Errors;
 use attlas::{Calibration, Inputs, Mask, Options, Plan, Problem, Qkv, RunInfo, Workspace};
 use std::time::Instant;
 
-/// Seconds after which a run that need not be is not repeated.
+/// Seconds of a run beyond which an optional repetition is skipped.
 const REPEAT_SECONDS: f64 = 0.5;
 
 /// One key head with its query heads, its exact output, and the exact times measured so far.
@@ -24,7 +24,7 @@ pub(crate) struct Group<'a> {
     kv_head: usize,
     layer: Option<usize>,
     first_head: usize,
-    /// Errors are those of the rows from here on.
+    /// Errors count the rows from here on.
     first_row: usize,
     problem: Problem,
     x: Qkv<'a, f32>,
@@ -88,7 +88,7 @@ impl<'a> Group<'a> {
         self.first_head..self.first_head + self.problem.n_heads
     }
 
-    /// One more exact run under the clock.
+    /// Times one more run of exact attention.
     fn time_exact(&mut self, ws: &mut Workspace) -> Result<f64> {
         let (info, seconds) = timed(|| execute(&*self.exact_plan, self.x, &mut self.exact, None, ws));
         info?;
@@ -129,10 +129,10 @@ impl<'a> Group<'a> {
         let mut errors: Vec<Vec<f64>> = self.relative_errors(&output).into_iter().map(|e| vec![e]).collect();
         let mut rows = self.rows(chosen, &output, lse.as_deref(), &info);
 
-        // The warm-up stands in for the times until a warm run is there.
+        // The warm-up gives the times until there is a warm run.
         let (mut setups, mut runs, mut exacts) = (Vec::new(), Vec::new(), Vec::new());
         let random = chosen.has_free_seed();
-        // Few seeds are run more often, too: the time of a single run says little.
+        // With few seeds there are more runs than seeds: the time of a single run says little.
         let times = self.settings.runs.max(1) + 1;
         let wanted = if random { self.settings.seeds.max(times) } else { times };
         for s in 1..wanted {
@@ -176,8 +176,8 @@ impl<'a> Group<'a> {
         Ok(rows)
     }
 
-    /// Calibration of a method that needs one: the given one, or one learnt from the first quarter of the tokens; with the
-    /// seconds that learning took.
+    /// Returns the calibration of a method that needs one: the given one, or one learnt from the first quarter of the
+    /// tokens, with the seconds of learning.
     fn calibrate(&self, chosen: &Chosen) -> Result<(Option<Calibration>, Option<f64>)> {
         if let Some(known) = self.given.find(chosen.method.id, self.layer, self.kv_head)? {
             return Ok((Some(known.clone()), None));
@@ -213,7 +213,7 @@ impl<'a> Group<'a> {
             .collect()
     }
 
-    /// Rows with everything but times.
+    /// Returns the rows with everything but times.
     fn rows(&self, chosen: &Chosen, output: &[f32], lse: Option<&[f32]>, info: &RunInfo) -> Vec<Row> {
         let params = chosen.params(&chosen.options_for(self.seed));
         let family = chosen.method.family.name();
@@ -269,13 +269,13 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// The trivial answer: the mean of the values that a row sees.
+    /// Returns the rows of the trivial baseline: the mean of the values that a row attends to.
     pub(super) fn mean_of_values(&self) -> Vec<Row> {
         let p = &self.problem;
         let d_v = p.d_v;
         let mut output = vec![0.0f32; self.exact.len()];
         let ((), seconds) = timed(|| {
-            // Sums over the first 0, 1, …, n_k values.
+            // Prefix sums over the first 0, 1, …, n_k values.
             let mut sums = vec![0.0f64; (p.n_k + 1) * d_v];
             for (j, v) in self.values.chunks_exact(d_v).enumerate() {
                 for (c, v) in v.iter().enumerate() {

@@ -1,15 +1,15 @@
 //! Errors and times of methods on given inputs, beside exact attention in the same process.
 //!
-//! The unit of work is one key head with the query heads that share it, so that methods may share what depends
-//! on keys alone; times and counts are then given per query head, as the group's divided by its size. Each method
-//! is planned and run once to warm up; that run gives the first error, the peak memory and the log-sum-exp.
-//! Further runs, one per seed for methods that draw random numbers, give errors and times, and exact attention is
-//! timed between them. Set-up is planning, run is executing; what a plan does with the keys before its first row
-//! is part of the run, and `counted_setup_share` says how much of the counted work that is.
+//! The unit of work is one key head with the query heads that share it: methods may then share work that depends only
+//! on keys. Times and counts per query head are those of the group divided by its size. Each method is planned and run
+//! once to warm up; that run gives the first error, the peak memory and the log-sum-exp. Further runs, one per seed for
+//! methods that draw random numbers, give errors and times, and exact attention is timed between them. Set-up is
+//! planning, run is executing; a plan's work on the keys before its first row is part of the run, and
+//! `counted_setup_share` is its share of the counted work.
 //!
-//! Methods are compared on the same heads. Where a time limit or an interruption ends it early, these are the heads that
-//! all methods finished which finished the first; rows of other heads are dropped, and methods that did not finish the
-//! first are named as skipped.
+//! Methods are compared on the same heads. If a time limit or an interruption ends the comparison early, methods that
+//! did not finish the first head are named as skipped, and the heads compared are those that all other methods
+//! finished; rows of further heads are dropped.
 
 pub mod budget;
 pub mod curves;
@@ -36,21 +36,21 @@ use records::summarise;
 use serde::{Deserialize, Serialize};
 use std::time::Instant;
 
-/// The name under which a workload's metadata say from which row on errors count.
+/// Name in a workload's metadata of the first row whose error counts.
 pub const SCORED_FROM: &str = "scored_from";
 
-/// How to compare.
+/// Settings of a comparison.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Mask; the workload's own where absent.
+    /// Mask; the workload's own if absent.
     pub mask: Option<Mask>,
     /// Seeds for methods that draw random numbers.
     pub seeds: usize,
-    /// The first row whose error counts; [`SCORED_FROM`] of the workload comes before it.
+    /// First row whose error counts; the workload's [`SCORED_FROM`] takes precedence.
     pub first_row: usize,
-    /// Most timed runs of a method that draws nothing.
+    /// Most timed runs of a method that draws no random numbers.
     pub runs: usize,
-    /// Seconds after which nothing new is begun; every method gets an equal share of what is left.
+    /// Seconds after which no new measurement starts; every method gets an equal share of the time left.
     pub time_limit: Option<f64>,
     /// Counter of allocated bytes.
     pub meter: Meter,
@@ -62,7 +62,7 @@ impl Default for Settings {
     }
 }
 
-/// Measures every method of `selection` on every head. The seed of `run` is the first of those that methods draw from.
+/// Measures every method of `selection` on every head. The seed of `run` is the first seed of the methods.
 pub fn compare(
     workload: &Workload,
     selection: &[Chosen],
@@ -73,8 +73,8 @@ pub fn compare(
     compare_with(workload, selection, settings, &given, &crew, &mut Ledger::none(), run)
 }
 
-/// Everything that determines the figures of a key head: two runs with the same key may share them. Times are those of one
-/// kind of machine.
+/// Returns everything that determines the figures of a key head: two runs with the same key may share them. Times are
+/// those of one kind of machine.
 pub fn key(
     workload: &Workload,
     selection: &[Chosen],
@@ -100,8 +100,8 @@ pub fn key(
     ))
 }
 
-/// The same with calibrations from before, methods that have none there learn from the inputs; with key heads shared among
-/// the processes of a crew and kept in a ledger. Every process gets the whole comparison.
+/// Compares with earlier calibrations, with key heads shared among the processes of a crew and kept in a ledger.
+/// Methods without a calibration learn from the inputs. Every process gets the whole comparison.
 pub fn compare_with(
     workload: &Workload,
     selection: &[Chosen],
@@ -186,7 +186,7 @@ pub fn compare_with(
         if at > 0 && run.stopped() {
             return Ok(Done::Stopped);
         }
-        // Units of the list before this one are done or somebody else's.
+        // Earlier units of the list are done or belong to other processes.
         let mut done = (at * total / units.len().max(1)).min(total);
         run.at(done, total, exact.id);
         let mut bench = Group::new(layer, g, mask, settings, run.seed, given, &mut ws)?;
@@ -215,7 +215,7 @@ pub fn compare_with(
         here.rows.iter_mut().for_each(|row| row.node.clone_from(&node));
         Ok(if whole { Done::Whole(here) } else { Done::Partial(here) })
     };
-    // Where time may not suffice, the order of units says which heads are compared.
+    // If time may not suffice, the order of units determines which heads are compared.
     let short = settings.time_limit.is_some();
     let weight = |&(i, _): &(usize, usize)| {
         let p = workload.layers[i].group_problem(mask);
@@ -242,8 +242,8 @@ pub fn compare_with(
 
 const TIME_LIMIT: &str = "the time limit was reached";
 
-/// Key heads of layers in the order in which they are measured: one layer after another, or where time may not suffice
-/// for all, one key head of every layer after another.
+/// Returns the key heads in the order of measurement: layer by layer, or, if time may not suffice, one key head of
+/// every layer in turn.
 fn units(layers: &[LayerData], short: bool) -> Vec<(usize, usize)> {
     let mut units: Vec<(usize, usize)> = layers
         .iter()
@@ -260,10 +260,10 @@ fn units(layers: &[LayerData], short: bool) -> Vec<(usize, usize)> {
 #[derive(Serialize, Deserialize)]
 struct Finished {
     rows: Vec<Row>,
-    /// Methods that can do it.
+    /// Methods that can run on it.
     #[serde(deserialize_with = "crate::reread::names")]
     able: Vec<Name>,
-    /// Those that did.
+    /// Methods that finished it.
     #[serde(deserialize_with = "crate::reread::names")]
     methods: Vec<Name>,
     exact: Baseline,
@@ -271,7 +271,7 @@ struct Finished {
     learnt: Calibrations,
 }
 
-/// Keeps the key heads that every method finished which finished the first, and the rows of these methods.
+/// Keeps the methods that finished the first key head, and the key heads that all of these finished.
 fn keep_common(finished: &[Finished], result: &mut Comparison) {
     let Some(first) = finished.first() else { return };
     let late = |id: &str| first.able.contains(&id) && !first.methods.contains(&id);
@@ -286,7 +286,7 @@ fn keep_common(finished: &[Finished], result: &mut Comparison) {
     }
 }
 
-/// Reasons why a method cannot do a problem; other errors, such as a bad parameter, are the caller's.
+/// Returns the reasons why a method cannot do a problem; other errors, such as a bad parameter, go to the caller.
 fn refusal(
     chosen: &Chosen,
     problem: &Problem,
@@ -305,7 +305,7 @@ fn refusal(
     }
 }
 
-/// Says which method's parameter it was.
+/// Adds the method to an error about its parameter.
 fn name_method(chosen: &Chosen, error: attlas::Error) -> Error {
     match error {
         attlas::Error::InvalidParam { name, value, expected } => {
@@ -316,7 +316,7 @@ fn name_method(chosen: &Chosen, error: attlas::Error) -> Error {
     }
 }
 
-/// Shares out a time limit.
+/// Divides a time limit among steps.
 struct Clock {
     start: Instant,
     limit: Option<f64>,
@@ -324,7 +324,7 @@ struct Clock {
 }
 
 impl Clock {
-    /// Seconds that each of `left` steps may take, which all processes share.
+    /// Returns the seconds that each of `left` steps may take; all processes share the steps.
     fn share(&self, left: usize) -> Option<f64> {
         let each = left.div_ceil(self.processes).max(1) as f64;
         self.limit.map(|limit| (limit - self.start.elapsed().as_secs_f64()) / each)
@@ -416,8 +416,8 @@ mod tests {
         }
         mark_front(&mut c.summary, 10.0);
         assert_eq!(c.summary.iter().map(|s| s.front).collect::<Vec<_>>(), [true, true, true, false]);
-        // Exact attention and the mean of the values beat what is slower and no better, and one that fell back to exact
-        // attention is no method of its own.
+        // Exact attention and the mean of the values beat methods that are slower and no better; a method that fell
+        // back to exact attention does not count.
         let mut fronts = |exact: f64| {
             mark_front(&mut c.summary, exact);
             c.summary.iter().map(|s| s.front).collect::<Vec<_>>()

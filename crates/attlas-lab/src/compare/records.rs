@@ -1,4 +1,4 @@
-//! Records of a comparison: printed, written and drawn.
+//! Records of a comparison, which tables, files and figures show.
 
 use crate::budget::{Budget, CLOSE, Matched};
 use crate::calibration::Calibrations;
@@ -9,7 +9,7 @@ use attlas::{Mask, Status};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The result: everything measured, in the order it was measured.
+/// Result of a comparison: all measurements, in their order.
 #[derive(Clone, Debug, Serialize)]
 pub struct Comparison {
     /// Source of the inputs.
@@ -34,22 +34,22 @@ pub struct Comparison {
     pub rows: Vec<Row>,
     /// One for each method, over heads.
     pub summary: Vec<Summary>,
-    /// Methods that cannot do this, with all their reasons.
+    /// Methods that cannot do this problem, with all their reasons.
     pub refused: Vec<Refused>,
     /// Measurements left out for lack of time.
     pub skipped: Vec<Skipped>,
-    /// Query heads of the source; fewer were compared where time ran out ([`Baseline::heads`]).
+    /// Query heads of the source; fewer were compared if time ran out ([`Baseline::heads`]).
     pub heads: usize,
     /// Keys of the longest problem.
     pub tokens: usize,
-    /// Which method is worth its error, in a sentence.
+    /// The method that is worth its error, in a sentence.
     pub verdict: String,
     /// Methods over a range of scores; empty without `--curves`.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub curves: Vec<super::curves::Curve>,
     /// The caller asked to stop before everything was measured.
     pub interrupted: bool,
-    /// The budget that methods share, where there is one.
+    /// The common budget of the methods, if there is one.
     pub matched: Option<Matching>,
     /// Calibrations of methods, to be saved.
     #[serde(skip)]
@@ -61,12 +61,12 @@ pub struct Comparison {
 pub struct Matching {
     /// The budget of every method.
     pub budget: Budget,
-    /// The share of each.
+    /// The settings of each method.
     pub methods: Vec<Matched>,
 }
 
 impl Matching {
-    /// Takes over what was spent on all heads of a run.
+    /// Takes the amounts spent on all heads from the rows of a run.
     pub fn settle(&mut self, rows: &[Row]) {
         for m in &mut self.methods {
             let spent: Vec<f64> = rows
@@ -86,14 +86,14 @@ impl Matching {
         }
     }
 
-    /// Whether a method spent more than the budget, so that it does not compare with the others.
+    /// Returns true if a method spent more than the budget and is therefore not comparable.
     pub fn is_over(&self, method: &str) -> bool {
         self.methods.iter().any(|m| m.method == method && m.measured.is_some() && !m.within)
     }
 }
 
 impl Comparison {
-    /// The same as methods of one budget: what is over it is not ranked.
+    /// Marks the methods as matched to one budget; those over it are not ranked.
     #[must_use]
     pub fn matched_to(mut self, mut matching: Matching) -> Self {
         matching.settle(&self.rows);
@@ -103,7 +103,8 @@ impl Comparison {
         self
     }
 
-    /// Whether a method does the same heads for the same budget as the others, and not as exact attention.
+    /// Returns true if a method is ranked: it did the same heads as the others, within the budget, and not by exact
+    /// attention.
     pub fn ranks(&self, s: &Summary) -> bool {
         let over = self.matched.as_ref().is_some_and(|m| m.is_over(s.method));
         s.heads == self.exact.heads.len() && !s.fell_back() && !over
@@ -126,7 +127,7 @@ pub struct Baseline {
     pub gflops: f64,
     /// Most bytes allocated by one run.
     pub peak_bytes: usize,
-    /// Each head alone: those that methods are compared on.
+    /// The single heads that methods are compared on.
     pub heads: Vec<BaselineHead>,
 }
 
@@ -176,14 +177,14 @@ pub struct Row {
     /// Shortest and longest run, per query head.
     #[serde(deserialize_with = "crate::reread::pair")]
     pub run_range: [f64; 2],
-    /// Runs behind the median; 0 where only the warm-up was affordable and stands in.
+    /// Runs behind the median; 0 if time allowed only the warm-up, which then gives the time.
     pub runs: usize,
-    /// Seconds of learning from data, per query head, where the method does.
+    /// Seconds of learning from data, per query head, if the method does.
     pub calibrate_seconds: Option<f64>,
     /// Seconds of exact attention over set-up and run together.
     #[serde(deserialize_with = "crate::reread::number")]
     pub speedup: f64,
-    /// Share of the counted operations that comes before the first row.
+    /// Share of the counted operations that precede the first row.
     #[serde(deserialize_with = "crate::reread::number")]
     pub counted_setup_share: f64,
     /// Most bytes allocated while planning and running the whole group.
@@ -192,22 +193,22 @@ pub struct Row {
     pub scratch_bytes: usize,
     /// Scores computed, per query head.
     pub keys_visited: u64,
-    /// The same as a share of the pairs that exact attention visits.
+    /// Scores computed, as a share of the pairs that exact attention visits.
     #[serde(deserialize_with = "crate::reread::number")]
     pub keys_share: f64,
     /// Rows answered by a fallback, in the whole group.
     pub fallback_rows: u64,
-    /// Largest rank reached, where the method has one.
+    /// Largest rank reached, if the method has one.
     pub rank: Option<usize>,
-    /// Most iterations, where the method iterates.
+    /// Most iterations, if the method iterates.
     pub iterations: Option<usize>,
     /// Further figures that the method reports.
     #[serde(deserialize_with = "crate::reread::figures")]
     pub figures: BTreeMap<Name, f64>,
-    /// The machine it was measured on, where several processes shared the heads.
+    /// The machine of the measurement, if several processes shared the heads.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
-    /// `complete`, `exact`, `stopped_early`, or `not_finite` where an output is no number.
+    /// `complete`, `exact`, `stopped_early`, or `not_finite` if the output has NaN or infinity.
     #[serde(deserialize_with = "crate::reread::name")]
     pub status: Name,
 }
@@ -219,10 +220,10 @@ pub struct Summary {
     pub method: &'static str,
     /// Its family, or `baseline`.
     pub family: &'static str,
-    /// Heads measured; a method that refuses some of the layers has fewer than others, and is not ranked.
+    /// Heads measured; a method that refuses some layers has fewer than the others and is not ranked.
     pub heads: usize,
-    /// Mean error over heads, with the Student t interval over seeds where there is one head, and the smallest
-    /// and largest head where there are more.
+    /// Mean error over heads, with the Student t interval over seeds for one head, and with the smallest and largest
+    /// head for several.
     pub rel_fro: Interval,
     /// Seconds of planning, all heads together.
     pub setup_seconds: f64,
@@ -236,17 +237,17 @@ pub struct Summary {
     pub keys_share: f64,
     /// The worst status.
     pub status: &'static str,
-    /// Whether no other method, nor exact attention, nor the mean of the values, is both faster and more accurate.
+    /// True if no other method, nor exact attention, nor the mean of the values, is both faster and more accurate.
     pub front: bool,
 }
 
 impl Summary {
-    /// Seconds of set-up and run, all heads together.
+    /// Returns the seconds of set-up and run, all heads together.
     pub fn seconds(&self) -> f64 {
         self.setup_seconds + self.run_seconds
     }
 
-    /// Whether the settings covered everything on every head, so that exact attention was computed under another name.
+    /// Returns true if the settings covered every key on every head: the method then computed exact attention.
     pub fn fell_back(&self) -> bool {
         self.status == "exact"
     }
@@ -277,7 +278,7 @@ pub struct Skipped {
     pub reason: String,
 }
 
-/// How a run ended, as it stands in records.
+/// Returns the name of a status in records.
 pub(crate) fn status_name(status: Status) -> &'static str {
     match status {
         Status::Complete => "complete",
@@ -286,7 +287,7 @@ pub(crate) fn status_name(status: Status) -> &'static str {
     }
 }
 
-/// Joins the heads of each method, in the order of the rows.
+/// Summarises the heads of each method, in the order of the rows.
 pub(super) fn summarise(result: &Comparison) -> Vec<Summary> {
     let mut order: Vec<&'static str> = Vec::new();
     result.rows.iter().for_each(|r| {
@@ -329,8 +330,8 @@ pub(super) fn summarise(result: &Comparison) -> Vec<Summary> {
     ranked
 }
 
-/// Marks what nothing beats in both error and time, exact attention and the trivial baseline among what may. A method that
-/// computed exact attention instead is exact attention.
+/// Marks the methods that nothing beats in both error and time; exact attention and the trivial baseline count among
+/// the competitors. A method that computed exact attention counts as exact attention.
 pub(super) fn mark_front(summary: &mut [Summary], exact_seconds: f64) {
     let mut points = vec![(0.0, exact_seconds)];
     let point = |s: &Summary| if s.fell_back() { (f64::NAN, 0.0) } else { (s.rel_fro.mean, s.seconds()) };
@@ -339,8 +340,7 @@ pub(super) fn mark_front(summary: &mut [Summary], exact_seconds: f64) {
     summary.iter_mut().zip(&on[1..]).for_each(|(s, on)| s.front = *on);
 }
 
-/// Which of the points, of an error and a cost, no other beats in one without losing in the other. What is no number
-/// takes no part.
+/// Returns for each point (error, cost) if it is on the Pareto front; points with NaN or infinity are not.
 pub fn front(points: &[(f64, f64)]) -> Vec<bool> {
     let real = |p: &(f64, f64)| p.0.is_finite() && p.1.is_finite();
     let beats = |a: (f64, f64), b: (f64, f64)| a.0 <= b.0 && a.1 <= b.1 && (a.0 < b.0 || a.1 < b.1);

@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 impl Matching {
-    /// One line for each method.
+    /// Returns a table with one line per method.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["<method", "<set", "spends", "<within"]);
         for m in &self.methods {
@@ -35,7 +35,7 @@ impl Matching {
         table
     }
 
-    /// The methods that are over the budget, each with the reason; none where all are within.
+    /// Names the methods over the budget, each with the reason; none if all are within it.
     pub fn unmatched(&self) -> Option<String> {
         let over = self.methods.iter().filter(|m| self.is_over(m.method));
         let named: Vec<String> = over
@@ -92,7 +92,7 @@ struct Line<'a> {
     #[serde(flatten)]
     summary: &'a Summary,
     seconds: f64,
-    /// Half the interval of one head, or the largest error of several.
+    /// Half the interval for one head, or the largest error of several heads.
     spread: f64,
     exact: bool,
     note: String,
@@ -141,8 +141,8 @@ impl Comparison {
         Line { summary, seconds: s.seconds(), spread, exact: s.fell_back(), note }
     }
 
-    /// One line for each method, smallest error first; methods that computed exact attention, or that refuse some of the
-    /// heads, are not ranked and come last.
+    /// Returns a table with one line per method, smallest error first; methods that computed exact attention, or that
+    /// refuse some heads, are not ranked and come last.
     pub fn table(&self) -> Table {
         let mut lines: Vec<&Summary> = self.summary.iter().collect();
         let unranked = |s: &Summary| !self.ranks(s);
@@ -150,7 +150,8 @@ impl Comparison {
         Table::of(lines.into_iter().map(|s| self.line(s)), &Summary::columns(self.exact.heads.len()))
     }
 
-    /// Each method as an object of the same columns, for the figures of a page, and exact attention as such a method.
+    /// Returns each method as an object with the same columns, for the figures of a page, and exact attention in the
+    /// same form.
     pub(crate) fn objects(&self) -> (Vec<Value>, Value) {
         let exact = Summary {
             method: self.exact.method,
@@ -171,7 +172,8 @@ impl Comparison {
         (objects, exact)
     }
 
-    /// One line for each method and head, smallest error first within a head. A head of a layer reads `layer/head`.
+    /// Returns a table with one line per method and head, smallest error first within a head. A head is written as
+    /// `layer/head`.
     pub fn head_table(&self) -> Table {
         let mut lines: Vec<&Row> = self.rows.iter().collect();
         lines.sort_by(|a, b| {
@@ -180,9 +182,10 @@ impl Comparison {
         Table::of(lines, &COLUMNS)
     }
 
-    /// Predictions of methods with feature maps or sketches, the worst head of each: the relative
-    /// standard deviation of an entry of their kernel, the features there are and those that their `target_error` would
-    /// take (kept keys, where keys are what is kept), and the bytes that decoding holds for each key head. Empty where no method was one.
+    /// Returns the predictions of methods with feature maps or sketches, at the worst head of each: the relative
+    /// standard deviation of a kernel entry, the number of features and the number that their `target_error` would need
+    /// (for methods that keep keys, of kept keys), and the bytes of decoding state per key head. Empty if no method has
+    /// predictions.
     pub fn feature_table(&self) -> Table {
         let mut table = Table::new(&["<method", "features", "entry sd", "needed", "for sd", "decode"]);
         for s in &self.summary {
@@ -208,7 +211,7 @@ impl Comparison {
         table
     }
 
-    /// Every row with all digits, for other programs.
+    /// Returns every row with all digits, for other programs.
     pub fn csv_table(&self) -> Table {
         Table::csv_of(&self.rows, &COLUMNS)
     }

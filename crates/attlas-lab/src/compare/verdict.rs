@@ -3,15 +3,15 @@
 use super::records::{Comparison, Summary};
 use crate::table::{count, percent_of, times};
 
-/// Errors that are looked for: what hardly shows, and what may do.
+/// Error that counts as close to exact attention.
 const CLOSE: f64 = 0.01;
-/// Errors this many times as large as another still count as about the same.
+/// Ratio up to which two errors count as about the same.
 const ALIKE: f64 = 1.25;
-/// A method that is not better than the mean of the values by this share has no use.
+/// A method whose error is above this share of the mean-of-values error is useless.
 const BETTER: f64 = 0.9;
 
 impl Comparison {
-    /// Which method is worth its error on these inputs, or that none is.
+    /// Names the method that is worth its error on these inputs, or says that none is.
     pub fn verdict(&self) -> String {
         let trivial = self.summary.iter().find(|s| s.family == "baseline").map_or(1.0, |s| s.rel_fro.mean);
         let faster: Vec<&Summary> = self
@@ -52,8 +52,8 @@ impl Comparison {
         }
     }
 
-    /// The methods that computed exact attention because their settings cover everything at this length, each with the
-    /// setting that says so where there is one; none where there are none.
+    /// Names the methods that computed exact attention because their settings cover every key at this length, each with
+    /// the setting that shows it, if any; none if there are no such methods.
     pub fn fallbacks(&self) -> Option<String> {
         let named: Vec<String> = self
             .summary
@@ -61,11 +61,11 @@ impl Comparison {
             .filter(|s| s.family != "baseline" && s.fell_back())
             .map(|s| {
                 let params = self.rows.iter().find(|r| r.method == s.method).map(|r| &r.params);
-                // The length below which it is exact, where that is why.
+                // The length below which the method is exact, if that is the reason.
                 let switch = params.and_then(|params| {
                     let name = attlas::registry::method(s.method).ok()?.exact_below?;
                     let value = params.get(name)?.as_u64()?;
-                    // Blocks are those of a causal mask.
+                    // `block` counts only under a causal mask.
                     let here = name != "block" || self.mask == attlas::Mask::Causal;
                     (here && value >= self.tokens as u64).then_some((name, value))
                 });
@@ -79,7 +79,7 @@ impl Comparison {
     }
 }
 
-/// Like `2.1×`.
+/// Formats a factor like `2.1×`.
 fn times_of(x: f64) -> String {
     times(x).replace('x', " ×")
 }
@@ -119,7 +119,7 @@ mod tests {
             say([(0.05, 3.0), (0.004, 1.5)]),
             "top_k is 1.50 × faster at 0.4 % error, sink_window is 3.00 × faster at 5 % error at 50 tokens."
         );
-        // Of two that err about alike, the faster one.
+        // Of two methods with about the same error, the faster one.
         assert_eq!(
             say([(0.12, 3.0), (0.1, 1.5)]),
             "sink_window is 3.00 × faster at 12 % error; nothing is faster within 1 % at 50 tokens."

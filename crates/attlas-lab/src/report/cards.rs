@@ -1,7 +1,7 @@
 //! Cards of methods: idea, mathematics, cost, guarantees and reference, from the documentation of their modules.
 //!
-//! The text is `assets/cards.json`, which `cargo run -p xtask -- cards` writes from the modules with formulas as
-//! MathML, so that a page needs no program to set them. Methods that are not in it get a card from their registry entry alone.
+//! The text is `assets/cards.json`, which `cargo run -p xtask -- cards` writes from the modules. Formulas are MathML,
+//! which needs no script. Methods that are not in it get a card from their registry entry alone.
 
 use crate::atlas::MethodEntry;
 use crate::html::escape;
@@ -16,7 +16,7 @@ static CARDS: &str = include_str!("../../assets/cards.json");
 /// The documentation of a module; every part is HTML.
 #[derive(Debug, Deserialize)]
 struct Card {
-    /// Of the documentation that it was made from.
+    /// Hash of the documentation it was made from.
     #[cfg_attr(not(test), expect(dead_code, reason = "tests hold it against the modules"))]
     sha256: String,
     #[serde(default)]
@@ -37,12 +37,12 @@ struct Card {
 pub(super) struct Cards(BTreeMap<String, Card>);
 
 impl Cards {
-    /// Reads the cards; none where the file is not what it should be, which a test excludes.
+    /// Reads the cards; none if the file is malformed, which a test excludes.
     pub(super) fn new() -> Self {
         Self(serde_json::from_str(CARDS).unwrap_or_default())
     }
 
-    /// The card of a method, folded up.
+    /// Returns the card of a method, collapsed.
     pub(super) fn html(&self, method: &'static Method) -> String {
         let entry = MethodEntry::new(method);
         let mut out = format!(
@@ -123,7 +123,7 @@ mod tests {
     use attlas::registry;
     use std::path::{Path, PathBuf};
 
-    /// The module of a method.
+    /// Returns the path of a method's module.
     fn source(id: &str, family: &str) -> Option<PathBuf> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../attlas/src/methods").join(family);
         [folder.join(format!("{id}.rs")), folder.join(id).join("mod.rs")].into_iter().find(|p| p.exists())

@@ -23,7 +23,7 @@ pub(super) fn data(report: &Report<'_>, recipe: Option<&RecipeMap>) -> Value {
     })
 }
 
-/// For each cost, who is on the front: computed here alone, so that table, picture and page agree.
+/// Returns the methods on the front for each cost, computed once for table, picture and page.
 fn fronts(c: &Comparison) -> Value {
     let costs: [(&str, fn(&Summary) -> f64, f64); 3] = [
         ("seconds", Summary::seconds, c.exact.run_seconds),
@@ -68,7 +68,7 @@ fn head(h: &Inspected) -> Value {
     })
 }
 
-/// Singular values over the largest one, with their numbers, thinned out evenly in logarithms.
+/// Returns singular values relative to the largest, with their indices, thinned evenly in logarithms.
 fn points(s: &Spectrum) -> Vec<[f64; 2]> {
     let first = s.values.first().copied().filter(|v| *v > 0.0).unwrap_or(1.0);
     let mut next = 0;
@@ -83,7 +83,7 @@ fn points(s: &Spectrum) -> Vec<[f64; 2]> {
     out
 }
 
-/// An object with four digits in its figures.
+/// Rounds the numbers of an object to four digits.
 fn rounded(mut object: Value) -> Value {
     for value in object.as_object_mut().into_iter().flat_map(|o| o.values_mut()) {
         if let Some(x) = value.as_f64().filter(|_| value.is_f64()) {
@@ -93,7 +93,7 @@ fn rounded(mut object: Value) -> Value {
     object
 }
 
-/// Four digits: a page shows fewer.
+/// Rounds to four digits: a page shows fewer.
 fn round(x: f64) -> f64 {
     if x == 0.0 || !x.is_finite() {
         return x;

@@ -1,10 +1,10 @@
-//! Everything that was found about a model's attention as one page: structure, spectra, error against time, the recipe, the
-//! methods, and how to make it again.
+//! Report on a model's attention as one page: structure, spectra, error against time, the recipe, the methods, and the
+//! commands that reproduce it.
 //!
-//! The page opens from disk and loads nothing: Observable Plot and d3 stand in it, beside the data as JSON and a script
-//! (`assets/report.js`) that draws the figures, filters families, moves through cells and points with the arrow keys and
-//! tells what has the focus. Every number of a figure is also in a table, which is there without the script. Colours
-//! follow the reader's choice of light and dark; on paper, controls are left out and everything is unfolded.
+//! The page opens from disk and loads nothing: it contains Observable Plot and d3, the data as JSON, and a script
+//! (`assets/report.js`) that draws the figures, filters families, moves through cells and points with the arrow keys
+//! and announces the one with the focus. Every number of a figure is also in a table, which needs no script. Colours
+//! follow the reader's choice of light or dark; in print, controls are left out and everything is expanded.
 
 mod cards;
 mod data;
@@ -29,7 +29,7 @@ pub struct Report<'a> {
     pub comparison: &'a Comparison,
     /// The name and content of a recipe.
     pub recipe: Option<(&'a str, &'a Recipe)>,
-    /// Commands that make the report and its parts again.
+    /// Commands that reproduce the report and its parts.
     pub commands: &'a [String],
 }
 
@@ -41,7 +41,7 @@ const D3: &str = include_str!("../../assets/d3.min.js");
 const PLOT: &str = include_str!("../../assets/plot.umd.min.js");
 
 impl Report<'_> {
-    /// The page.
+    /// Returns the page.
     pub fn page(&self) -> String {
         let recipe = self.recipe.map(|(name, r)| RecipeMap::new(name, r, &self.comparison.metadata));
         let mut parts: Vec<(&str, &str, String)> = vec![
@@ -61,7 +61,7 @@ impl Report<'_> {
             .iter()
             .map(|(id, name, text)| format!("<section id=\"{id}\"><h2>{name}</h2>\n{text}</section>\n"))
             .collect();
-        // Inside a script element only `</` could end it early.
+        // Only `</` could end a script element early.
         let data = data::data(self, recipe.as_ref()).to_string().replace("</", "<\\/");
         format!(
             "<!doctype html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -146,7 +146,7 @@ impl Report<'_> {
         )
     }
 
-    /// Summary in words.
+    /// Returns a summary in words.
     fn said(&self) -> String {
         let c = self.comparison;
         let left = (c.exact.heads.len() < c.heads).then(|| {

@@ -1,4 +1,4 @@
-//! Which method each head of a model got, and what that did to the model.
+//! The method of each head of a model in a recipe, and its effect on the model.
 
 use crate::html::{escape, table_rows};
 use crate::table::{Table, number, percent, seconds, times};
@@ -17,11 +17,11 @@ pub(super) struct RecipeMap<'a> {
     heads: usize,
 }
 
-/// Names of evidence that stand in the comparison of before and after, and need no line of their own.
+/// Names of evidence that the comparison of before and after already shows.
 const QUALITY: [&str; 7] = ["ppl", "exact_ppl", "kl_mean", "same_top", "seconds", "exact_seconds", "curve"];
 
 impl<'a> RecipeMap<'a> {
-    /// The recipe over the layers and heads that the model says it has, or that rules name.
+    /// Expands the recipe over the layers and heads of the model's metadata, or of the rules.
     pub(super) fn new(name: &'a str, recipe: &'a Recipe, metadata: &BTreeMap<String, String>) -> Self {
         let size = |key: &str| metadata.get(key).and_then(|n| n.parse::<usize>().ok()).unwrap_or(0);
         let most = |pick: fn(&Rule) -> &Option<Numbers>| {
@@ -44,13 +44,13 @@ impl<'a> RecipeMap<'a> {
         }
     }
 
-    /// The last rule that matches a head, as [`Recipe::choice`] does.
+    /// Returns the last rule that matches a head, as in [`Recipe::choice`].
     fn rule(&self, layer: usize, head: usize) -> Option<&Rule> {
         let within = |n: &Option<Numbers>, i: usize| n.as_ref().is_none_or(|n| n.contains(i));
         self.recipe.rules.iter().rev().find(|r| within(&r.layers, layer) && within(&r.heads, head))
     }
 
-    /// Cells of the map, and pairs of before and after.
+    /// Returns the cells of the map, and pairs of before and after.
     pub(super) fn data(&self) -> Value {
         let mut cells = Vec::new();
         for layer in 0..self.layers {
@@ -80,7 +80,7 @@ impl<'a> RecipeMap<'a> {
         json!({ "cells": cells, "colours": colours(names, registry::baseline().id), "quality": quality })
     }
 
-    /// Heads that do not have plain exact attention, and all of them.
+    /// Returns the number of heads without plain exact attention, and of all heads.
     fn changed(&self) -> (usize, usize) {
         let exact = registry::baseline().id;
         let all = (0..self.layers).flat_map(|l| (0..self.heads).map(move |h| (l, h)));
@@ -91,7 +91,7 @@ impl<'a> RecipeMap<'a> {
         (other.count(), self.layers * self.heads)
     }
 
-    /// One line for the overview.
+    /// Returns one line for the overview.
     pub(super) fn headline(&self) -> Option<(String, String)> {
         let speed = self.figure("exact_seconds")? / self.figure("seconds")?;
         let rise = self.figure("ppl")? / self.figure("exact_ppl")? - 1.0;
@@ -101,7 +101,7 @@ impl<'a> RecipeMap<'a> {
         ))
     }
 
-    /// The section.
+    /// Returns the section.
     pub(super) fn section(&self) -> String {
         let (changed, all) = self.changed();
         let mut rules = Table::new(&["<layers", "<heads", "<method", "<set", "error", "time"]);
@@ -129,7 +129,7 @@ impl<'a> RecipeMap<'a> {
         )
     }
 
-    /// Time against divergence for every budget, where the recipe was tuned by it.
+    /// Draws time against divergence over all budgets, if the recipe's evidence has the curve.
     fn curve(&self) -> String {
         let Some(Setting::Text(words)) = self.recipe.evidence.get("curve") else { return String::new() };
         let taken = self.figure("kl_mean").zip(self.figure("attention_cost"));
@@ -140,7 +140,7 @@ impl<'a> RecipeMap<'a> {
         )
     }
 
-    /// The model with exact attention and with the recipe, on text that was not used for tuning.
+    /// Returns a table of the model with exact attention and with the recipe, on text not used for tuning.
     fn quality(&self) -> String {
         let mut table = Table::new(&["<on text that was not used for tuning", "exact", "recipe"]);
         let mut line = |what: &str, exact: Option<String>, recipe: Option<String>| {
@@ -178,11 +178,11 @@ impl<'a> RecipeMap<'a> {
     }
 }
 
-/// Colours that are told apart at a glance; further ones are spread over hues and lightness.
+/// Easily distinguished colours; further ones are spread over hues and lightness.
 const PALETTE: [&str; 9] =
     ["#4e79a7", "#f28e2c", "#e15759", "#76b7b2", "#59a14f", "#edc949", "#af7aa1", "#ff9da7", "#9c755f"];
 
-/// A colour of its own for every setting, those of the most heads first; exact attention is grey.
+/// Assigns a colour to every setting, those with the most heads first; exact attention is grey.
 fn colours<'a>(names: impl Iterator<Item = &'a str>, exact: &str) -> Vec<Value> {
     let mut counts: Vec<(&str, usize)> = Vec::new();
     for name in names {
@@ -212,7 +212,7 @@ fn colours<'a>(names: impl Iterator<Item = &'a str>, exact: &str) -> Vec<Value> 
     counts.into_iter().map(entry).collect()
 }
 
-/// The `i`-th of endless colours: hues a golden angle apart, in turn darker and lighter.
+/// Returns the `i`-th of an endless series of colours: hues a golden angle apart, alternately darker and lighter.
 fn spread(i: usize) -> String {
     let hue = (i as f64 * 137.507_764) % 360.0 / 60.0;
     let lightness = [0.35, 0.65, 0.5, 0.8][i % 4];

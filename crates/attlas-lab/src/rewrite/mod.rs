@@ -1,8 +1,8 @@
-//! A model rewritten by a conversion of the registry, with its proof: one way from a checkpoint to another.
+//! Rewriting of a model by a conversion of the registry, from one checkpoint to another, with measured results.
 //!
-//! [`run`] opens the model, reads the texts, makes the new model, writes it, opens what was written again and has that
-//! measured beside the model it was made from. A [`Rewrite`] brings what differs: [`factors`] puts matrices into factored
-//! form, [`latents`] turns whole attention layers into latent ones. A conversion's registry entry says which of them it is
+//! [`run`] opens the model, reads the texts, makes the new model, writes it, opens the written one and measures it
+//! against the original. A [`Rewrite`] supplies the steps that differ: [`factors`] factors matrices, [`latents`]
+//! converts whole attention layers to latent attention. The registry entry of a conversion names its kind
 //! ([`attlas::conversions::Run`]).
 
 pub mod factors;
@@ -22,30 +22,30 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The parts of a rewrite that are its own.
+/// The steps specific to one kind of rewrite.
 pub trait Rewrite {
-    /// Texts and choices that are made before anything is learnt.
+    /// Texts and choices made before anything is learnt.
     type Ready;
     /// The new model in memory.
     type Made<'a>
     where
         Self: 'a;
-    /// Everything that was measured.
+    /// All measurements.
     type Record;
 
-    /// What it works on; an error if its conversion is none that it can run.
+    /// Returns the checkpoints and settings; an error if it cannot run its conversion.
     fn order(&self) -> Result<Order<'_>>;
 
-    /// Reads the texts. Refuses what is known to fail without learning anything, first of all without reading a long text.
+    /// Reads the texts. Refuses early whatever is known to fail, if possible before it reads a long text.
     fn prepare(&self, model: &Model) -> Result<Self::Ready>;
 
     /// Learns from text and makes the new model.
     fn make<'a>(&'a self, bench: &'a Bench<'a>, ready: &'a Self::Ready) -> Result<Self::Made<'a>>;
 
-    /// Writes it; the folder where it is not to appear before its record does.
+    /// Writes the new model; returns the folder if it must not appear before its record.
     fn write(&self, bench: &Bench<'_>, ready: &Self::Ready, made: &Self::Made<'_>) -> Result<Option<Folder>>;
 
-    /// Measures what was written beside the model it was made from.
+    /// Measures the written model against the original.
     fn measure(
         &self,
         bench: &Bench<'_>,
@@ -54,34 +54,34 @@ pub trait Rewrite {
         written: Written,
     ) -> Result<Self::Record>;
 
-    /// Lets the folder that [`write`](Self::write) left appear, with its record where it has a place for that.
+    /// Makes the folder from [`write`](Self::write) appear, with its record if the format has a place for it.
     fn finish(&self, folder: Folder, record: &Self::Record) -> Result<()> {
         let _ = record;
         Ok(folder.finish()?)
     }
 }
 
-/// The checkpoints of a rewrite and how the work is run.
+/// The checkpoints of a rewrite, and settings of the run.
 #[derive(Clone, Copy, Debug)]
 pub struct Order<'a> {
     /// The model: a GGUF file, a folder, or one on the hub.
     pub model: &'a Path,
-    /// Where to: a folder, or a GGUF file if its name says so.
+    /// Output: a folder, or a GGUF file if its name says so.
     pub out: &'a Path,
     /// Tokens of a window of the text that both models read.
     pub window: usize,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 
 impl Order<'_> {
-    /// The model's name for records.
+    /// Returns the model's name for records.
     fn name(&self) -> String {
         self.model.file_name().unwrap_or(self.model.as_os_str()).to_string_lossy().into_owned()
     }
 }
 
-/// An error unless `conversion` is `mine`, with those that are and the command that applies it.
+/// Fails unless `mine` accepts `conversion`; the error lists those it accepts and the command for this one.
 fn check_conversion(
     option: &str,
     conversion: &Conversion,
@@ -96,7 +96,7 @@ fn check_conversion(
     Err(Error::argument(option, format!("one of {}", able.join(", ")), found))
 }
 
-/// The model that is rewritten, with threads to do it on.
+/// The model to rewrite, with the threads for the work.
 pub struct Bench<'a> {
     order: Order<'a>,
     before: Arc<Model>,
@@ -112,23 +112,23 @@ impl Debug for Bench<'_> {
 }
 
 impl Bench<'_> {
-    /// Passes on how far a step is.
+    /// Returns a callback that reports the progress of a step.
     fn report(&self, what: &str) -> impl FnMut(usize, usize) {
         move |done, all| (self.progress)(what, done, all)
     }
 
-    /// Lets a model read a text.
+    /// Runs a model over a text.
     fn read<'t>(&self, model: &Arc<Model>, tokens: &'t [u32], what: &str) -> Result<SelfCheck<'t>> {
         let (window, report) = (self.order.window, &mut self.report(what));
         SelfCheck::new(model, tokens, window, &self.threads, report, self.stop)
     }
 
-    /// Lets another model read the same.
+    /// Runs another model over the same text and compares.
     fn against(&self, reference: &mut SelfCheck<'_>, after: &Arc<Model>, what: &str) -> Result<Quality> {
         reference.against(after, &self.threads, &mut self.report(what), self.stop)
     }
 
-    /// An error once the work is to end.
+    /// Fails once a stop was requested.
     fn go_on(&self) -> Result<()> {
         if self.stop.load(Ordering::Relaxed) {
             return Err(attlas_model::Error::Interrupted.into());
@@ -137,25 +137,25 @@ impl Bench<'_> {
     }
 }
 
-/// A model that was written and opened again.
+/// A written model, reopened.
 #[derive(Debug)]
 pub struct Written {
     model: Arc<Model>,
     /// Numbers and bytes of the tensors before and after.
     sizes: [(usize, usize); 2],
-    /// Seconds that it took to make, with all that was learnt and tried.
+    /// Seconds to make it, with all learning and trials.
     make_seconds: f64,
 }
 
-/// Rewrites a model and measures what was written, which appears whole or not at all. `progress` receives what is done, parts
-/// of it that are, and parts in all.
+/// Rewrites a model and measures the written one, which appears whole or not at all. `progress` receives the name of a
+/// step, its parts done, and its parts in all.
 pub fn run<R: Rewrite>(
     rewrite: &R,
     progress: &(dyn Fn(&str, usize, usize) + Sync),
     stop: &AtomicBool,
 ) -> Result<R::Record> {
     let order = rewrite.order()?;
-    // What can be known to fail is known before a model is opened.
+    // An impossible output fails before the model is opened.
     Folder::check(order.out)?;
     let before = open_model(order.model)?;
     let ready = rewrite.prepare(&before)?;

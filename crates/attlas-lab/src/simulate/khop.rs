@@ -2,13 +2,14 @@
 //!
 //! Token $i$ points to the latest $j \le i$ whose predecessor equals it, $x_{j-1} = x_i$; $k$ hops follow that pointer
 //! $k$ times and read the token there (sanford2024). Heads with weights written by hand solve it in
-//! $\lfloor \log_2 k \rfloor + 3$ layers: one looks up the token before, one finds the latest match, each further one looks
-//! pointers up at the end of pointers and so doubles their reach, the last reads the token. Look-ups are searches for the
-//! nearest neighbour, which is what ANNA (liu2025) answers from hash tables (with `weights = softmax` among the keys that a
-//! query meets): they run by any method of the registry with a causal form. The head that wants the *latest* of several matches attends exactly.
+//! $\lfloor \log_2 k \rfloor + 3$ layers: one looks up the previous token, one finds the latest match, each further one
+//! follows pointers of pointers and so doubles their reach, the last reads the token. Look-ups are nearest-neighbour
+//! searches, which ANNA (liu2025) answers from hash tables (with `weights = softmax` among the keys in a query's
+//! buckets); any method of the registry with a causal form can do them. The head that finds the *latest* of several
+//! matches attends exactly.
 //!
-//! Positions and tokens are codes of $\pm 1$ for the bits of their number, so that a wrong key is at least 2 behind the right
-//! one; outputs are rounded to the nearest code, as a feed-forward layer would.
+//! Positions and tokens are coded as $\pm 1$ for the bits of their number: the inner product with a wrong key is lower
+//! by at least 2. Outputs are rounded to the nearest code, as a feed-forward layer could.
 
 use crate::{Error, Result};
 use attlas::{
@@ -29,15 +30,15 @@ pub struct KHop {
     pub vocabulary: usize,
     /// Sequences.
     pub count: usize,
-    /// The method that looks up.
+    /// The method for the look-ups.
     pub method: &'static Method,
     /// Its settings.
     pub options: Options,
-    /// Where sequences come from.
+    /// Seed of the sequences.
     pub seed: u64,
 }
 
-/// How the heads do.
+/// Results of the heads.
 #[derive(Clone, Debug, Serialize)]
 pub struct KHopRun {
     /// Tokens of a sequence.
@@ -46,7 +47,7 @@ pub struct KHopRun {
     pub k: usize,
     /// Different tokens.
     pub vocabulary: usize,
-    /// The method that looks up, and its settings.
+    /// The method for the look-ups.
     pub method: &'static str,
     /// Its settings.
     pub params: Options,
@@ -54,15 +55,15 @@ pub struct KHopRun {
     pub layers: usize,
     /// Tokens that were answered.
     pub answers: usize,
-    /// Share of tokens whose chain is that long.
+    /// Share of tokens whose chain has at least `k` hops.
     pub reached: f64,
-    /// Share of tokens answered rightly, those without a chain included.
+    /// Share of tokens answered correctly, including those without a chain.
     pub accuracy: f64,
-    /// Keys that look-ups visited, as a share of all that they could see.
+    /// Keys visited by look-ups, as a share of all visible keys.
     pub keys_visited: f64,
 }
 
-/// The answers by their definition: `None` where the chain ends before.
+/// Computes the answers by their definition; `None` if the chain ends earlier.
 pub fn hops(x: &[usize], k: usize) -> Vec<Option<usize>> {
     let find = |i: usize| (1..=i).rev().find(|&j| x[j - 1] == x[i]);
     (0..x.len())
@@ -76,20 +77,20 @@ pub fn hops(x: &[usize], k: usize) -> Vec<Option<usize>> {
         .collect()
 }
 
-/// Probability that a head may leave on all wrong keys together.
+/// Largest total probability of a head on wrong keys.
 const LEAK: f64 = 1e-3;
 
-/// Bits of the numbers below `n`.
+/// Returns the number of bits of the numbers below `n`.
 fn bits(n: usize) -> usize {
     (usize::BITS - n.max(2).saturating_sub(1).leading_zeros()) as usize
 }
 
-/// ±1 for each bit.
+/// Returns ±1 for each bit.
 fn code<T: Real>(x: usize, bits: usize) -> impl Iterator<Item = T> {
     (0..bits).map(move |b| if x >> b & 1 == 1 { T::ONE } else { -T::ONE })
 }
 
-/// The number whose code is nearest.
+/// Returns the number whose code is nearest.
 fn number<T: Real>(row: &[T]) -> usize {
     row.iter().enumerate().map(|(b, &x)| usize::from(x > T::ZERO) << b).sum()
 }
@@ -130,10 +131,10 @@ impl Lookups<'_> {
         Ok(out)
     }
 
-    /// For each token the number that `values` holds at position `at`.
+    /// Returns for each token the number in `values` at its position `at`.
     fn read(&mut self, at: &[usize], values: &[usize], most: usize) -> Result<Vec<usize>> {
         let (n, d, d_v) = (self.run.n, bits(self.run.n), bits(most));
-        // A wrong position has a logit that is lower by two scales at least: enough in single precision.
+        // The logit of a wrong position is lower by at least two scales, which suffices in single precision.
         let scale = (n as f64 / LEAK).ln();
         let q: Vec<f32> = at.iter().flat_map(|&p| code(p, d)).collect();
         let k: Vec<f32> = (0..n).flat_map(|p| code(p, d)).collect();
@@ -143,16 +144,16 @@ impl Lookups<'_> {
         Ok(out.chunks_exact(d_v).map(number).collect())
     }
 
-    /// For each token the latest position whose predecessor equals it; 0 where there is none.
+    /// Returns for each token the latest position whose predecessor equals it; 0 if there is none.
     fn find(&mut self, x: &[usize], before: &[usize]) -> Result<Vec<usize>> {
         let (n, words, d_v) = (self.run.n, bits(self.run.vocabulary), bits(self.run.n));
-        // A step in time outweighs all other keys, and one wrong bit all steps in time.
+        // One later position outweighs all other keys, and one wrong bit outweighs all positions.
         let step = (n as f64 / LEAK).ln();
         let scale = step * n as f64;
         let d = words + 1;
         let time = |j: usize| j as f64 / n as f64;
         let q: Vec<f64> = x.iter().flat_map(|&x| code(x, words).chain([1.0])).collect();
-        // Position 0 has no predecessor: one bit behind every match, before everything else.
+        // Position 0 has no predecessor: its score is one bit below a match and above everything else.
         let keys = (0..n).flat_map(|j| {
             let blank = (0..words).map(|_| 0.0).chain([words as f64 - 1.0]);
             let match_ = code(before[j], words).chain([time(j)]);
@@ -204,7 +205,7 @@ impl KHop {
     fn answer(&self, x: &[usize], heads: &mut Lookups<'_>) -> Result<Vec<Option<usize>>> {
         let last: Vec<usize> = (0..self.n).map(|i| i.saturating_sub(1)).collect();
         let before = heads.read(&last, x, self.vocabulary)?;
-        // Pointers of 1, 2, 4, … hops; position 0 points to itself and stands for the end of a chain.
+        // Pointers of 1, 2, 4, … hops; position 0 points to itself and marks the end of a chain.
         let mut pointers = heads.find(x, &before)?;
         let mut at: Vec<usize> = (0..self.n).collect();
         let (mut left, mut first) = (self.k, true);

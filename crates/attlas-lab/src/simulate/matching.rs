@@ -11,7 +11,7 @@ use attlas_num::kernels::{Attend, Band, Precision};
 use attlas_num::rng::StreamKey;
 use serde::Serialize;
 
-/// Which sum must vanish.
+/// The sum that must vanish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
@@ -27,22 +27,22 @@ pub enum Task {
 pub struct Matching {
     /// Tokens of a sequence.
     pub n: usize,
-    /// The modulus; [`balanced_modulus`] where `None`.
+    /// The modulus; [`balanced_modulus`] if `None`.
     pub modulus: Option<u64>,
     /// Sequences.
     pub count: usize,
-    /// Which sum must vanish.
+    /// The sum that must vanish.
     pub task: Task,
     /// Single instead of double precision.
     pub single: bool,
-    /// Where sequences come from.
+    /// Seed of the sequences.
     pub seed: u64,
 }
 
-/// How two heads with weights written by hand do on the task.
+/// Results of two heads with handwritten weights on the task.
 #[derive(Clone, Debug, Serialize)]
 pub struct MatchingRun {
-    /// Which sum must vanish.
+    /// The sum that must vanish.
     pub task: Task,
     /// Tokens of a sequence.
     pub n: usize,
@@ -52,7 +52,7 @@ pub struct MatchingRun {
     pub labels: usize,
     /// Share of tokens with a match.
     pub positive: f64,
-    /// Share that the more frequent answer gets right.
+    /// Accuracy of always giving the more frequent answer.
     pub majority: f64,
     /// `f32` or `f64`.
     pub precision: &'static str,
@@ -60,30 +60,30 @@ pub struct MatchingRun {
     pub third_order: Score,
     /// One head of ordinary attention, width 3.
     pub pairwise: Score,
-    /// Bound on what ordinary attention needs: width × bits × heads of one layer grow at least like this (constant left
-    /// out).
+    /// Lower bound for ordinary attention: width × bits × heads of one layer grow at least like this (without the
+    /// constant).
     pub lower_bound: f64,
 }
 
-/// How one head does.
+/// Results of one head.
 #[derive(Clone, Debug, Serialize)]
 pub struct Score {
-    /// Share of tokens answered rightly.
+    /// Share of tokens answered correctly.
     pub accuracy: f64,
-    /// Tokens answered wrongly.
+    /// Tokens answered incorrectly.
     pub errors: usize,
-    /// Smallest output where there is a match; `None` where there is no such token.
+    /// Smallest output of tokens with a match; `None` if there is none.
     pub least_yes: Option<f64>,
-    /// Largest output where there is none.
+    /// Largest output of tokens without a match.
     pub most_no: Option<f64>,
 }
 
-/// The modulus at which about half the tokens have a match: $N(N+1)/(2 \ln 2)$.
+/// Returns the modulus at which about half the tokens have a match: $N(N+1)/(2 \ln 2)$.
 pub fn balanced_modulus(n: usize) -> u64 {
     (n as f64 * (n as f64 + 1.0) / (2.0 * std::f64::consts::LN_2)).round().max(1.0) as u64
 }
 
-/// Whether each token has a match, from a table of residues.
+/// Returns for each token if it has a match, from a table of residues.
 pub fn labels(x: &[u64], modulus: u64, task: Task) -> Vec<bool> {
     let m = modulus.max(1);
     let residues: Vec<u64> = x.iter().map(|x| x % m).collect();
@@ -98,25 +98,25 @@ pub fn labels(x: &[u64], modulus: u64, task: Task) -> Vec<bool> {
         .collect()
 }
 
-/// Probability that the head may leave on wrong pairs.
+/// Largest total probability of the head on wrong pairs.
 const LEAK: f64 = 1e-3;
 
-/// Gap between the best wrong cosine and 1, the factor of the logits, and the level of the blank pair.
+/// Returns the factor of the logits and the level of the blank pair, from the gap between the best wrong cosine and 1.
 fn head_constants(n: usize, modulus: u64) -> (f64, f64) {
     let gap = 1.0 - (std::f64::consts::TAU / modulus as f64).cos();
     let factor = 2.0 * ((n as f64 + 1.0).powi(2) / LEAK).ln() / gap;
     (factor, 1.0 - gap / 2.0)
 }
 
-/// Outputs of the third-order head on one sequence; above 1/2 means a match. The modulus is at least 2.
+/// Returns the outputs of the third-order head on one sequence; above 1/2 means a match. The modulus is at least 2.
 ///
 /// The logit of a pair is $C \cos(2\pi(x_i + x_j + x_k)/M)$, written as a trilinear form in four features; a blank pair
-/// with value 0 stands between the best wrong sum and a match.
+/// with value 0 lies between the best wrong sum and a match.
 pub fn third_order_head<T: Real>(x: &[u64], modulus: u64, ws: &Workspace) -> Vec<f64> {
     rounded_head::<T>(x, modulus, |entry| entry, ws)
 }
 
-/// The same with every entry of queries and keys rounded.
+/// Runs the third-order head with every entry of queries and keys rounded.
 fn rounded_head<T: Real>(x: &[u64], modulus: u64, round: fn(f64) -> f64, ws: &Workspace) -> Vec<f64> {
     let (c, tau) = head_constants(x.len(), modulus);
     let angle = |x: u64| (std::f64::consts::TAU * (x % modulus) as f64 / modulus as f64).sin_cos();
@@ -149,7 +149,7 @@ fn rounded_head<T: Real>(x: &[u64], modulus: u64, round: fn(f64) -> f64, ws: &Wo
     out.iter().map(|x| x.to_f64()).collect()
 }
 
-/// Outputs of the pairwise head on one sequence: the same with one partner. The modulus is at least 2.
+/// Returns the outputs of the pairwise head on one sequence: the same with one partner. The modulus is at least 2.
 pub fn pairwise_head<T: Real>(x: &[u64], modulus: u64, ws: &Workspace) -> Vec<f64> {
     let (c, tau) = head_constants(x.len(), modulus);
     let angle = |x: u64| (std::f64::consts::TAU * (x % modulus) as f64 / modulus as f64).sin_cos();
@@ -262,7 +262,8 @@ mod tests {
                     .run(1)
                     .unwrap();
                 assert_eq!(run.third_order.errors, 0, "n = {n}, M = {m}");
-                // The construction promises 1e-3; more tokens sharpen it, because its factor grows with their number.
+                // The construction guarantees 1e-3; its factor, and with it the accuracy, grows with the number of
+                // tokens.
                 let slack = if n == 1 { LEAK } else { 1e-4 };
                 assert!(run.third_order.least_yes.is_none_or(|y| y >= 1.0 - slack), "{run:?}");
                 assert!(run.third_order.most_no.is_none_or(|y| y <= 7e-4), "{run:?}");

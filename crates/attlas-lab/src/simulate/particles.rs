@@ -1,12 +1,12 @@
 //! Tokens as particles.
 //!
-//! Depth of a transformer as time, tokens as particles that attend to each other with shared matrices:
-//! $P_{ij} = \operatorname{softmax}_j \langle Qx_i, Kx_j\rangle$ and $\dot x_i = \sum_j P_{ij} V x_j$ (`free`), the same in the
-//! moving frame $z = e^{-tV}x$ (`rescaled`), or on the unit sphere with $P$ sharpened by $\beta$ (`sphere`). Clusters
-//! emerge, and $P(t)$ tends to a Boolean matrix of low rank. What is proved needs hypotheses: the Boolean limit is for
-//! $d = 1$ with $V > 0$, $QK > 0$ and allows one exceptional row; the polytope of limits is for $V = I$ and $Q^\top K
-//! \succ 0$; one cluster on the sphere holds for $Q = K = V = I$, and causally for $V = I$ (geshkovski2023,
-//! geshkovski2025, karagodin2024).
+//! Tokens are particles that attend to each other with shared matrices; the depth of a transformer is time:
+//! $P_{ij} = \operatorname{softmax}_j \langle Qx_i, Kx_j\rangle$ and $\dot x_i = \sum_j P_{ij} V x_j$ (`free`), the
+//! same in the moving frame $z = e^{-tV}x$ (`rescaled`), or on the unit sphere with $P$ sharpened by $\beta$
+//! (`sphere`). Clusters emerge, and $P(t)$ tends to a Boolean matrix of low rank. Proofs need hypotheses: the Boolean
+//! limit is for $d = 1$ with $V > 0$, $QK > 0$ and allows one exceptional row; the polytope of limits is for $V = I$
+//! and $Q^\top K \succ 0$; one cluster on the sphere holds for $Q = K = V = I$, and causally for $V = I$
+//! (geshkovski2023, geshkovski2025, karagodin2024).
 
 use crate::{Error, Result};
 use attlas::Mat;
@@ -15,20 +15,20 @@ use attlas_num::rng::StreamKey;
 use serde::Serialize;
 use std::fmt::Write;
 
-/// Where particles live and how their frame moves.
+/// Space of the particles and motion of its frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Model {
-    /// In space, growing like exp(tV).
+    /// In space, where positions grow like exp(tV).
     Free,
-    /// In space, in the frame that grows with the particles.
+    /// In space, in a frame that grows with the particles.
     Rescaled,
     /// On the unit sphere.
     Sphere,
 }
 
-/// How a step is made.
+/// Integration scheme.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scheme {
@@ -41,28 +41,28 @@ pub enum Scheme {
 /// A system of particles.
 #[derive(Clone, Debug)]
 pub struct Particles {
-    /// Where they live.
+    /// Space of the particles.
     pub model: Model,
-    /// Start, one particle a row.
+    /// Initial positions, one particle per row.
     pub start: Mat<f64>,
     /// $Q$, $K$ and $V$, each `d × d`.
     pub qkv: [Mat<f64>; 3],
     /// Factor of the inner products, for the sphere only.
     pub beta: f64,
-    /// Particle `i` sees particles `0..=i` only.
+    /// Particle `i` attends only to particles `0..=i`.
     pub causal: bool,
-    /// How long.
+    /// End time.
     pub t_end: f64,
     /// Length of a step.
     pub dt: f64,
-    /// How a step is made.
+    /// Integration scheme.
     pub scheme: Scheme,
 }
 
 /// Result of a run of particles.
 #[derive(Clone, Debug, Serialize)]
 pub struct ParticlesRun {
-    /// Where they live.
+    /// Space of the particles.
     pub model: Model,
     /// Particles and their dimension.
     pub n: usize,
@@ -70,13 +70,13 @@ pub struct ParticlesRun {
     pub d: usize,
     /// Factor of the inner products on the sphere.
     pub beta: f64,
-    /// Whether later particles are hidden.
+    /// True if later particles are hidden.
     pub causal: bool,
-    /// How a step was made.
+    /// Integration scheme.
     pub scheme: Scheme,
     /// Length of a step.
     pub dt: f64,
-    /// Time reached; less than `t_end` where the free system left the range of numbers.
+    /// Time reached; less than `t_end` if the free system overflowed.
     pub t: f64,
     /// Cluster of each particle, numbered in order of first appearance.
     pub cluster: Vec<usize>,
@@ -92,8 +92,8 @@ pub struct ParticlesRun {
     pub leader: Vec<usize>,
     /// Largest distance between two particles, over the recorded times.
     pub diameter: Vec<f64>,
-    /// $\lambda$ of the fit $\mathrm{diameter} \sim e^{-\lambda t}$ over the times at which particles have come to a tenth
-    /// of their first distance, where they have: the rate at which they contract to one point (chen2025).
+    /// Rate of contraction to one point (chen2025): $\lambda$ of the fit $\mathrm{diameter} \sim e^{-\lambda t}$ from
+    /// the time at which the diameter is a tenth of the first; none if it never is.
     pub contraction_rate: Option<f64>,
     /// Length or area of the convex hull over the recorded times, in one and two dimensions.
     pub hull: Option<Vec<f64>>,
@@ -105,15 +105,15 @@ pub struct ParticlesRun {
     pub path: Vec<Vec<Vec<f64>>>,
 }
 
-/// Distance below which two particles belong together.
+/// Distance below which two particles share a cluster.
 const TOUCH: f64 = 0.05;
-/// Inner product above which two particles of the sphere belong together.
+/// Inner product above which two particles on the sphere share a cluster.
 const TOUCH_SPHERE: f64 = 0.999;
-/// Positions that are recorded.
+/// Number of recorded positions.
 const FRAMES: usize = 200;
 
 impl Particles {
-    /// `n` particles in `d` dimensions with $Q = K = V = I$, uniform in $[-5, 5]^d$ or on the sphere.
+    /// Draws `n` particles in `d` dimensions with $Q = K = V = I$, uniform in $[-5, 5]^d$ or on the sphere.
     pub fn new(model: Model, n: usize, d: usize, seed: u64) -> Self {
         let mut rng = StreamKey::new(seed).named("particles").rng();
         let mut start = match model {
@@ -169,7 +169,7 @@ impl Particles {
         Ok(())
     }
 
-    /// The attention matrix of positions `x` (in the moving frame where there is one) at time `t`.
+    /// Returns the attention matrix of positions `x` (in the moving frame, if there is one) at time `t`.
     pub fn weights(&self, x: &Mat<f64>, t: f64) -> Mat<f64> {
         let moved;
         let x = match self.model {
@@ -188,7 +188,7 @@ impl Particles {
             row.iter_mut().enumerate().for_each(|(j, p)| {
                 *p = if self.causal && j > i { f64::NEG_INFINITY } else { beta * *p };
             });
-            // The library's own exponential keeps weights of 1e-200.
+            // The standard library's exponential keeps weights of 1e-200.
             let top = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             row.iter_mut().for_each(|p| *p = (*p - top).exp());
             let total: f64 = row.iter().sum();
@@ -235,7 +235,7 @@ impl Particles {
         next
     }
 
-    /// Positions from time 0 to the end, and the times; `every` step is kept, and the last one.
+    /// Integrates from time 0 to the end; returns the times and positions of each `every`-th step and of the last.
     fn integrate(&self, dt: f64, every: usize) -> (Vec<f64>, Vec<Mat<f64>>) {
         let steps = (self.t_end / dt).round().max(if self.t_end > 0.0 { 1.0 } else { 0.0 }) as usize;
         let dt = if steps > 0 { self.t_end / steps as f64 } else { 0.0 };
@@ -255,7 +255,7 @@ impl Particles {
         (times, path)
     }
 
-    /// Runs the system and describes where it ends.
+    /// Runs the system and describes its final state.
     pub fn run(&self) -> Result<ParticlesRun> {
         self.check()?;
         let every = ((self.t_end / self.dt) as usize / FRAMES).max(1);
@@ -302,7 +302,7 @@ impl Particles {
         })
     }
 
-    /// The run at a step short enough that halving it moves no particle by 1e-4 at the end; at most eight halvings.
+    /// Runs with a step so short that halving it moves no final position by 1e-4; halves it at most eight times.
     pub fn run_converged(&self) -> Result<ParticlesRun> {
         self.check()?;
         let end = |dt: f64| self.integrate(dt, usize::MAX).1.pop().unwrap_or_else(|| self.start.clone());
@@ -320,7 +320,7 @@ impl Particles {
         fine.run()
     }
 
-    /// Single linkage: chains of neighbours that touch.
+    /// Clusters particles by single linkage: chains of neighbours that touch.
     fn clusters(&self, x: &Mat<f64>) -> Vec<usize> {
         let n = x.rows();
         let touch = |i: usize, j: usize| match self.model {
@@ -375,7 +375,7 @@ fn diameter(x: &Mat<f64>) -> f64 {
         .fold(0.0, f64::max)
 }
 
-/// Length or area of the convex hull of points on a line or in the plane.
+/// Returns the length or area of the convex hull of points on a line or in the plane.
 fn hull(x: &Mat<f64>) -> f64 {
     if x.cols() == 1 {
         return diameter(x);
@@ -406,7 +406,7 @@ fn hull(x: &Mat<f64>) -> f64 {
     twice.abs() / 2.0
 }
 
-/// $e^{tV}$ by scaling, Taylor's polynomial and squaring.
+/// Computes $e^{tV}$ by scaling, Taylor's polynomial and squaring.
 fn exponential(v: &Mat<f64>, t: f64) -> Mat<f64> {
     let d = v.rows();
     let norm = (0..d).map(|i| v.row(i).iter().map(|x| (x * t).abs()).sum::<f64>()).fold(0.0, f64::max);
@@ -426,8 +426,8 @@ fn exponential(v: &Mat<f64>, t: f64) -> Mat<f64> {
 }
 
 impl ParticlesRun {
-    /// Paths of the particles as a picture: rings where they start, dots where they end, one colour for each cluster.
-    /// Beyond two dimensions the first two coordinates are drawn.
+    /// Draws the paths of the particles: rings at the start, dots at the end, one colour per cluster. Beyond two
+    /// dimensions the first two coordinates are drawn.
     pub fn svg(&self) -> String {
         const SIZE: f64 = 640.0;
         const MARGIN: f64 = 28.0;
@@ -493,7 +493,7 @@ impl ParticlesRun {
     }
 }
 
-/// The slope of $-\ln \mathrm{diameter}$ by least squares, from a tenth of the first diameter down to where rounding begins;
+/// Fits the slope of $-\ln \mathrm{diameter}$ by least squares, from a tenth of the first diameter down to rounding;
 /// `None` with fewer than five times in between.
 fn contraction_rate(times: &[f64], diameter: &[f64]) -> Option<f64> {
     let first = *diameter.first()?;
@@ -704,7 +704,7 @@ mod tests {
 
     #[test]
     fn a_value_matrix_of_one_good_direction_sends_particles_to_hyperplanes() {
-        // V = diag(1, −1): rescaled particles keep what lies across and meet in few values along the first axis
+        // V = diag(1, −1): rescaled particles keep their second coordinate and take few values along the first axis
         // (geshkovski2023, Theorem 4.2: at most three parallel hyperplanes).
         let mut system = Particles::new(Model::Rescaled, 20, 2, 2);
         system.qkv[2] = Mat::from_fn(2, 2, |i, j| if i == j { 1.0 - 2.0 * i as f64 } else { 0.0 });

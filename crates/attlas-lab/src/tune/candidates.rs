@@ -1,4 +1,4 @@
-//! Candidates for a key head: methods with settings, along the parameters that their entries offer to a tuner.
+//! Candidates for a key head: methods with settings, over the parameters that their registry entries mark as tunable.
 
 use super::{Effort, Phase, Settings};
 use crate::select::Chosen;
@@ -6,7 +6,7 @@ use attlas::method::{Ladder, Needs};
 use attlas::params::Value;
 use attlas::{Method, Near, Options, Problem, registry};
 
-/// The near field that methods without one of their own get: sinks, a window and a few heavy keys.
+/// Near field of methods that have none by default: sinks, a window and a few heavy keys.
 const NEAR: [(&str, usize); 3] = [("near.sinks", 4), ("near.window", 128), ("near.heavy", 64)];
 
 /// A method with settings.
@@ -22,10 +22,10 @@ impl Candidate {
     }
 }
 
-/// Settings of one method that differ in its budgets alone, smallest first.
+/// Settings of one method that differ only in its budget, smallest first.
 pub(super) type Steps = Vec<Candidate>;
 
-/// Exact attention with every value that its entry offers beside a default, such as rounded inputs.
+/// Returns exact attention with every non-default value that its entry offers, such as rounded inputs.
 fn rounded_exact() -> Vec<Candidate> {
     let method = registry::baseline();
     let values = method.tunable.iter().filter_map(|t| match t.ladder {
@@ -35,7 +35,7 @@ fn rounded_exact() -> Vec<Candidate> {
     values.flatten().map(|options| Candidate { method, options }).collect()
 }
 
-/// Everything that is worth screening for a problem.
+/// Returns all candidates to screen for a problem.
 pub(super) fn all(settings: &Settings, seed: u64, problem: &Problem, phase: Phase) -> Vec<Steps> {
     let mut found: Vec<Steps> = Vec::new();
     if phase == Phase::Prompt {
@@ -60,7 +60,7 @@ pub(super) fn all(settings: &Settings, seed: u64, problem: &Problem, phase: Phas
 fn of(chosen: &Chosen, settings: &Settings, seed: u64, problem: &Problem, phase: Phase) -> Vec<Steps> {
     let method = chosen.method;
     let mut bases = vec![below_the_switch(chosen, seed, problem.n_k)];
-    // A method with sinks of its own has a near field; others get one, and are tried as published by those who have time.
+    // A method with its own sinks has a near field; others get one, and a thorough search also tries them as published.
     let own =
         crate::budget::has_near_field(method) || chosen.options.iter().any(|(name, _)| Near::names(name));
     if !own && method.claims.lse {
@@ -76,14 +76,14 @@ fn of(chosen: &Chosen, settings: &Settings, seed: u64, problem: &Problem, phase:
         let mut variants = vec![base.clone()];
         for t in method.tunable.iter().filter(|t| chosen.options.get(t.param).is_none()) {
             let Ladder::Values(values) = t.ladder else { continue };
-            // What rounds its inputs in decoding, too, does so for nothing: time is not counted there.
+            // Rounded inputs are no candidates for new tokens.
             if t.param == "precision" && phase == Phase::Decode {
                 continue;
             }
             let with = |o: &Options| values.iter().map(|v| o.clone().with(t.param, *v)).collect::<Vec<_>>();
             let more: Vec<Options> = variants.iter().flat_map(with).collect();
             match t.param {
-                // Rounded inputs cost next to nothing in accuracy.
+                // Rounded inputs lose almost no accuracy.
                 "precision" if settings.effort != Effort::Thorough => variants = more,
                 _ => variants.extend(more),
             }
@@ -92,7 +92,7 @@ fn of(chosen: &Chosen, settings: &Settings, seed: u64, problem: &Problem, phase:
     }
     let names = crate::budget::params(chosen);
     let short = problem.with_lens(problem.n_q.min(64), problem.n_k.min(64));
-    // A recipe is planned again for other lengths, so short ones must be possible, too.
+    // A recipe is also planned for other lengths, and short ones must be possible.
     let needs = method.claims.needs == Needs::Calibration;
     let accepted = |o: &Options| {
         let able =
@@ -120,7 +120,7 @@ fn of(chosen: &Chosen, settings: &Settings, seed: u64, problem: &Problem, phase:
     ladders
 }
 
-/// The options with the length below which a method computes exact attention lowered to an eighth of the keys.
+/// Returns the options with the length below which a method computes exact attention lowered to an eighth of the keys.
 fn below_the_switch(chosen: &Chosen, seed: u64, n_k: usize) -> Options {
     let options = chosen.options_for(seed);
     let Some(name) = chosen.method.exact_below.filter(|name| chosen.options.get(name).is_none()) else {
@@ -169,7 +169,7 @@ mod tests {
             registry::method("smyrf").unwrap().claims.decode,
             found.iter().any(|n| n.starts_with("smyrf"))
         );
-        // What learns from data first is a candidate once it has.
+        // A method that needs calibration is a candidate only with it.
         assert!(names(&["loki"], Effort::Normal, Phase::Prompt).iter().all(|n| n.starts_with("exact")));
     }
 }

@@ -1,13 +1,13 @@
-//! Which point of every key head: least time for a sum of divergences.
+//! Choice of a point for every key head: least time for a sum of divergences.
 
-/// One way to attend in a key head.
+/// One candidate of a key head, by cost and divergence.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Point {
-    /// Which candidate; none for exact attention.
+    /// Index of the candidate; none for exact attention.
     pub(super) candidate: Option<usize>,
-    /// Time over exact attention's, or keys read over all.
+    /// Time over exact attention's.
     pub(super) cost: f64,
-    /// Divergence of the model with this alone.
+    /// Divergence of the model with only this change.
     pub(super) kl: f64,
 }
 
@@ -15,8 +15,8 @@ impl Point {
     pub(super) const EXACT: Point = Point { candidate: None, cost: 1.0, kl: 0.0 };
 }
 
-/// The lower convex hull of points by divergence, from the most accurate on; what costs no less than a more accurate one
-/// is left out.
+/// Returns the lower convex hull of points, ordered by divergence; points that cost no less than a more accurate one
+/// are left out.
 pub(super) fn hull(points: &[Point]) -> Vec<Point> {
     let mut sorted: Vec<Point> =
         points.iter().filter(|p| p.kl.is_finite() && p.cost.is_finite()).copied().collect();
@@ -39,8 +39,8 @@ pub(super) fn hull(points: &[Point]) -> Vec<Point> {
     hull
 }
 
-/// The choice of every key head that takes the least time while the divergences add up to at most `budget`: the same
-/// price of a nat everywhere.
+/// Chooses a point for every key head by one Lagrange multiplier, the price of a nat: least time while the divergences
+/// add up to at most `budget`.
 pub(super) fn choose(hulls: &[Vec<Point>], budget: f64) -> Vec<Point> {
     let at = |price: f64| -> Vec<Point> {
         let best = |h: &Vec<Point>| {
@@ -54,7 +54,7 @@ pub(super) fn choose(hulls: &[Vec<Point>], budget: f64) -> Vec<Point> {
     if total(&free) <= budget {
         return free;
     }
-    // Prices of every step that any key head can take; the smallest that keeps the budget.
+    // Prices of every step of any key head; the smallest that keeps the budget is used.
     let mut prices: Vec<f64> = hulls
         .iter()
         .flat_map(|h| h.windows(2).map(|w| (w[0].cost - w[1].cost) / (w[1].kl - w[0].kl)))
@@ -68,7 +68,7 @@ pub(super) fn choose(hulls: &[Vec<Point>], budget: f64) -> Vec<Point> {
         Some(&price) => above(price),
         None => hulls.iter().map(|h| h.first().copied().unwrap_or(Point::EXACT)).collect(),
     };
-    // What is left of the budget goes to single steps, the most time for a nat first.
+    // The rest of the budget goes to single steps, those that save the most time per nat first.
     loop {
         let left = budget - total(&picks);
         let mut best: Option<(usize, Point, f64)> = None;
@@ -88,8 +88,8 @@ pub(super) fn choose(hulls: &[Vec<Point>], budget: f64) -> Vec<Point> {
     }
 }
 
-/// Divergence at an error, from those measured at other errors of the same key head: the square of the error, scaled by the
-/// nearest in ratio. None without any.
+/// Estimates the divergence at an error from those measured at other errors of the same key head: it grows with the
+/// square of the error, from the measured error nearest in ratio. None without measurements.
 pub(super) fn interpolate(known: &[(f64, f64)], error: f64) -> Option<f64> {
     if error <= 0.0 {
         return Some(0.0);
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn the_choice_is_the_least_time_of_all_within_the_budget() {
-        // Every choice of three key heads with up to four points, by trying all.
+        // Compares with all choices for three key heads with up to four points.
         let hulls: Vec<Vec<Point>> = [
             vec![Point::EXACT, p(0.5, 0.001), p(0.2, 0.004), p(0.1, 0.02)],
             vec![Point::EXACT, p(0.6, 0.0001), p(0.3, 0.03)],

@@ -1,4 +1,4 @@
-//! Time against divergence: what every budget would cost.
+//! Time against divergence: the predicted cost of every budget.
 
 use super::choose::{Point, choose};
 use super::{Round, Tuned};
@@ -6,18 +6,18 @@ use crate::html::escape;
 use serde::Serialize;
 use std::fmt::Write;
 
-/// One budget and what it would cost.
+/// One budget and its predicted cost.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct CurvePoint {
     /// Sum of the divergences of single key heads, nats.
     pub kl: f64,
     /// Mean time of attention over exact attention's.
     pub cost: f64,
-    /// Share of key heads that do not have exact attention.
+    /// Share of key heads without exact attention.
     pub changed: f64,
 }
 
-/// Points of the whole curve, from exact attention to whatever is fastest.
+/// Returns the points of the whole curve, from exact attention to the fastest choice.
 pub(super) fn curve(hulls: &[Vec<Point>]) -> Vec<CurvePoint> {
     let n = hulls.len().max(1) as f64;
     let most: f64 = hulls.iter().filter_map(|h| h.last()).map(|p| p.kl).sum();
@@ -37,12 +37,12 @@ pub(super) fn curve(hulls: &[Vec<Point>]) -> Vec<CurvePoint> {
     points
 }
 
-/// The curve as words, for the evidence of a recipe: `kl:cost` pairs.
+/// Formats the curve for the evidence of a recipe: `kl:cost` pairs.
 pub(super) fn words(points: &[CurvePoint]) -> String {
     points.iter().map(|p| format!("{:.3e}:{:.4}", p.kl, p.cost)).collect::<Vec<_>>().join(" ")
 }
 
-/// Reads what [`words`] wrote; pairs that are none are left out.
+/// Parses the output of [`words`]; malformed pairs are left out.
 pub(crate) fn read(words: &str) -> Vec<(f64, f64)> {
     let pair = |w: &str| w.split_once(':').and_then(|(a, b)| Some((a.parse().ok()?, b.parse().ok()?)));
     words
@@ -56,8 +56,7 @@ const WIDTH: f64 = 720.0;
 const HEIGHT: f64 = 400.0;
 const MARGIN: f64 = 56.0;
 
-/// A picture of the curve: predicted points as a line, recipes that were checked on other text as dots, the one that was
-/// taken filled.
+/// Draws the curve: predicted points as a line, recipes checked on other text as dots, the chosen one filled.
 pub fn picture(tuned: &Tuned) -> String {
     let line: Vec<(f64, f64)> = tuned.curve.iter().map(|p| (p.kl, p.cost)).collect();
     let dot = |(i, r): (usize, &Round)| {

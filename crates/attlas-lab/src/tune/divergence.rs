@@ -1,10 +1,10 @@
 //! Divergence of the model's predictions when one key head uses another method.
 //!
-//! The prompt is read once, with exact attention on rounded inputs. The last rows are then run again from the changed layer
-//! on, with the rows of the changed heads put in place of their exact ones: keys and values of the rows before stay as they
-//! were, those of the last rows follow the change. The divergence is the mean over these rows of the Kullback–Leibler
+//! The prompt is read once, with exact attention on rounded inputs. The last rows are then run again from the changed
+//! layer on, with the rows of the changed heads in place of their exact ones: keys and values of earlier rows stay
+//! exact, those of the last rows follow the change. The divergence is the mean over these rows of the Kullback–Leibler
 //! divergence from the unchanged predictions, $\sum_t p_t (\ln p_t - \ln q_t)$; with the logits $l$ of $q$ it is
-//! $\sum_t p_t \ln p_t - \sum_t p_t l_t + \ln \sum_t e^{l_t}$, so that only $p$ and one number for each row are kept.
+//! $\sum_t p_t \ln p_t - \sum_t p_t l_t + \ln \sum_t e^{l_t}$, and only $p$ and one number per row need to be kept.
 
 use crate::Result;
 use crate::text::Text;
@@ -18,14 +18,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A model in which single key heads can be changed.
 pub trait Replace {
-    /// Rows of a change: the last ones of the text.
+    /// Returns the number of changed rows, the last ones of the text.
     fn rows(&self) -> usize;
 
-    /// Mean divergence, in nats, where query heads `heads` of `layer` give `out`, `[heads, rows, head_dim]`.
+    /// Returns the mean divergence, in nats, if query heads `heads` of `layer` output `out`, `[heads, rows, head_dim]`.
     fn replaced(&mut self, layer: usize, heads: Range<usize>, out: &[f32]) -> Result<f64>;
 }
 
-/// One of the Rust runtime.
+/// A model of the Rust runtime.
 pub(super) struct Changed {
     decoder: Decoder,
     rows: usize,
@@ -79,7 +79,7 @@ impl Observer for Change<'_> {
 }
 
 impl Changed {
-    /// Reads the text. An interruption is an error of the model's kind.
+    /// Reads the text. An interruption is a model error.
     pub(super) fn new(
         model: &Arc<Model>,
         text: &Text,
@@ -110,7 +110,7 @@ impl Changed {
     }
 }
 
-/// Logits become probabilities that sum to one in double precision; gives the sum of $p \ln p$.
+/// Turns logits into probabilities that sum to one in double precision; returns the sum of $p \ln p$.
 fn normalise(row: &mut [f32]) -> f64 {
     let z = log_sum_exp(row);
     let sum: f64 = row.iter().map(|l| (f64::from(*l) - z).exp()).sum();
@@ -137,7 +137,7 @@ fn kl(p: &[f32], negentropy: f64, logits: &[f32]) -> f64 {
         cross += sums.0;
         mass += sums.1;
     }
-    // Probabilities were rounded to single precision; their sum is one but for that.
+    // Probabilities were rounded to single precision: their sum is only nearly one.
     (negentropy - cross / mass.max(f64::MIN_POSITIVE) + log_sum_exp(logits)).max(0.0)
 }
 

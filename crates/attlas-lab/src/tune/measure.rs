@@ -1,4 +1,4 @@
-//! One key head under the clock: candidates beside exact attention, in prompts and for new tokens.
+//! Timing of candidates on one key head beside exact attention, in prompts and for new tokens.
 
 use super::candidates::Candidate;
 use crate::Result;
@@ -14,7 +14,7 @@ use attlas::{
 pub(super) struct Unit<'a> {
     problem: Problem,
     x: Qkv<'a, f32>,
-    /// Rows of every head whose exact output is known: the last ones.
+    /// Number of rows of every head with known exact output: the last ones.
     rows: usize,
     exact: Vec<f32>,
     exact_seconds: Vec<f64>,
@@ -22,19 +22,19 @@ pub(super) struct Unit<'a> {
 
 /// Measurements of a candidate.
 pub(super) struct Seen {
-    /// Largest relative error of the query heads; none where an output is no number.
+    /// Largest relative error of the query heads; none if an output is not finite.
     pub(super) error: Option<f64>,
     pub(super) seconds: f64,
     /// Time over exact attention's.
     pub(super) cost: f64,
-    /// Whether exact attention was computed under another name.
+    /// True if the candidate computed exact attention.
     pub(super) exact: bool,
-    /// The output, `[heads, rows, d_v]`: every row of a prompt, or those of the new tokens.
+    /// The output, `[heads, rows, d_v]`: all rows of a prompt, or those of the new tokens.
     pub(super) output: Vec<f32>,
 }
 
 impl<'a> Unit<'a> {
-    /// With the exact output of the last `rows` rows, or of all.
+    /// Computes the exact output of the last `rows` rows, or of all.
     pub(super) fn new(
         layer: &'a LayerData,
         g: usize,
@@ -52,13 +52,13 @@ impl<'a> Unit<'a> {
         Ok(Self { problem, x, rows, exact, exact_seconds: vec![seconds] })
     }
 
-    /// The last `rows` rows of every head of an output of the whole prompt.
+    /// Returns the last `rows` rows of every head from an output of the whole prompt.
     pub(super) fn last(&self, output: &[f32], rows: usize) -> Vec<f32> {
         let (n, d) = (self.problem.n_q, self.problem.d_v);
         output.chunks(n * d).flat_map(|h| h[(n - rows) * d..].iter().copied()).collect()
     }
 
-    /// The whole prompt. Exact attention is timed beside every run after the first.
+    /// Measures the whole prompt. Exact attention is timed beside every run after the first.
     pub(super) fn prompt(
         &mut self,
         candidate: &Candidate,
@@ -90,8 +90,8 @@ impl<'a> Unit<'a> {
         Ok(Seen { error, seconds, cost, exact, output })
     }
 
-    /// The last `steps` tokens one after another, behind the others. Exact attention is timed beside them, both on the one
-    /// thread of `ws`: in a model the heads of a layer share the threads, so that what counts is work.
+    /// Measures the last `steps` tokens one by one after the others. Exact attention is timed beside them, both on the
+    /// single thread of `ws`: in a model the heads of a layer share the threads, and the total work counts.
     pub(super) fn decode(
         &self,
         candidate: &Candidate,
@@ -115,8 +115,8 @@ impl<'a> Unit<'a> {
         Ok(Seen { error: self.error(&output, steps), seconds, cost, exact, output })
     }
 
-    /// Seconds of a new token, the mean over the last `steps` but the first of them, where methods do what belongs to
-    /// the prompt; and whether every answer was exact attention's. `keep` receives the outputs.
+    /// Returns the mean seconds of a new token over the last `steps`, without the first, in which methods finish their
+    /// work on the prompt; and true if every answer was exact attention's. `keep` receives the outputs.
     fn tokens(
         &self,
         method: &Method,
@@ -132,7 +132,7 @@ impl<'a> Unit<'a> {
         };
         let mut inner = ws.sibling();
         let mut row = vec![f32::NAN; n_heads * d_v];
-        // On the thread itself: to hand it a token takes as long as some tokens do.
+        // Runs on the thread itself: handing over a token takes as long as some tokens do.
         ws.install(|_| {
             let known = 0..n - steps;
             let (k, v) = (self.x.k, self.x.v);
@@ -157,7 +157,7 @@ impl<'a> Unit<'a> {
         })
     }
 
-    /// The largest relative error of a head over the last `rows` rows.
+    /// Returns the largest relative error of a head over the last `rows` rows.
     fn error(&self, output: &[f32], rows: usize) -> Option<f64> {
         let (n, d) = (self.rows, self.problem.d_v);
         let mut worst = 0.0f64;
@@ -198,7 +198,7 @@ mod tests {
         let whole = unit.prompt(&window(32), None, 2, &mut ws).unwrap();
         assert!(whole.error.unwrap() > 0.01 && whole.cost > 0.0 && !whole.exact);
         let new = unit.decode(&window(32), None, 16, &ws).unwrap();
-        // A window does the same to a token in a prompt and after it.
+        // A window treats a token alike in a prompt and after it.
         let last = unit.last(&whole.output, 16);
         let gap = new.output.iter().zip(&last).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(gap < 1e-5, "{gap}");

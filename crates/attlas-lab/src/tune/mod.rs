@@ -1,24 +1,25 @@
-//! Which method for which head of a model, by what the model loses.
+//! Choice of a method for each head of a model, by the model's loss.
 //!
-//! For every layer and key head, candidates are measured on the queries, keys and values of the model reading a text: methods
-//! of a selection with growing budgets, beside a near field where they have none of their own, with rounded inputs, and with
-//! what they learnt from calibration text. A few key heads, spread over the layers, decide which candidates are worth trying on
-//! all. Exact attention is the baseline and always a choice; a candidate that computed exact attention under another name is
-//! none.
+//! For every layer and key head, candidates are measured on the queries, keys and values of the model reading a text:
+//! the selected methods with growing budgets, with a near field if they have none of their own, with rounded inputs,
+//! and with their calibration. Candidates are first screened on a few key heads, spread over the layers. Exact
+//! attention is the baseline and always a choice; a candidate whose settings made it exact attention is not.
 //!
-//! Then the model is measured: for candidates on the front of error and time, the divergence of its predictions from exact
-//! attention's with that key head changed alone ([`Replace`]). Other candidates of the same key head are taken to cost as the
-//! square of their error. Small divergences add up, so that the choice is one price of a nat for all key heads: the least time
-//! within a sum of divergences. Without a model, the error relative to the layer's output stands in.
+//! Then the model is measured: for candidates on the front of error and time, the divergence of its predictions from
+//! exact attention's with only that key head changed ([`Replace`]). For other candidates of the same key head it is
+//! estimated as proportional to the square of their error. Small divergences add up: one Lagrange multiplier, the price
+//! of a nat, chooses for all key heads the least time within a sum of divergences. Without a model, the error relative
+//! to the layer's output replaces the divergence.
 //!
-//! The recipe then runs over a second text, and the sum is searched until the budget holds there: doubled while it does,
-//! halved until it does, then in between. A budget holds where the upper 95 % bound of the increase, from differences token by
-//! token, is within it, and the divergence is, too: it is what texts like the model's own would lose. A third text gives the
-//! answer; a choice that does not hold there is made smaller. New tokens have choices of their own, by their time
-//! behind the text; where the model does not decode faster with them, exact attention decodes.
+//! The recipe then runs over a second text, and the sum is searched until the budget is met there: doubled while it is
+//! met, halved until it is, then bisected. A budget is met if both the upper 95 % bound of the increase, from
+//! differences token by token, and the divergence are within it; the divergence estimates the loss on texts like the
+//! model's own. A third text gives the reported result; a choice that exceeds the budget there is reduced. Methods for
+//! new tokens are chosen separately, by their time after the text; if the model does not decode faster with them, exact
+//! attention decodes.
 //!
-//! Every measurement and every check is appended to a file as soon as it is made ([`SearchState`]), so that an interrupted search
-//! resumes, and parts of a search made elsewhere ([`Shard`]) can be merged.
+//! Every measurement and every check is appended to a file as soon as it is made ([`SearchState`]): an interrupted
+//! search can resume, and parts of a search made elsewhere ([`Shard`]) can be merged.
 
 mod candidates;
 mod choose;
@@ -55,10 +56,10 @@ use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// A method replaces exact attention where it takes at most this share of its time: what is gained below is less than
-/// what a measurement is uncertain by.
+/// Largest share of exact attention's time at which a method replaces it: smaller gains are within the uncertainty of a
+/// measurement.
 const WORTH_IT: f64 = 0.9;
-/// Standard errors of the upper bound: 95 % of a normal distribution lie below.
+/// Standard errors of the upper bound: 95 % of a normal distribution lies below.
 const BOUND: f64 = 1.645;
 
 /// Stage of a model: a prompt, or a token after it.
@@ -67,26 +68,28 @@ const BOUND: f64 = 1.645;
 pub enum Phase {
     /// Whole prompts, by time.
     Prompt,
-    /// Single new tokens behind a prompt, by time.
+    /// Single new tokens after a prompt, by time.
     Decode,
 }
 
-/// How much is tried.
+/// Extent of the search.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 pub enum Effort {
-    /// Two budgets of each method, one run of each; eight candidates for every key head, two of them measured in the model on 128 rows.
+    /// Two budgets per method, one run each; eight candidates per key head, two of them measured in the model on 128
+    /// rows.
     Quick,
     /// Four budgets; a dozen candidates, four of them in the model on 256 rows.
     #[default]
     Normal,
-    /// Six budgets, three runs, also as published; two dozen candidates, all of the front in the model on 512 rows.
+    /// Six budgets, three runs, also methods as published; two dozen candidates, all of the front in the model on 512
+    /// rows.
     Thorough,
 }
 
 impl Effort {
-    /// Budgets as halvings of the number of keys, from the smallest.
+    /// Returns the budgets as halvings of the number of keys, from the smallest.
     fn halvings(self) -> &'static [u32] {
         match self {
             Self::Quick => &[6, 4],
@@ -99,7 +102,7 @@ impl Effort {
         if self == Self::Thorough { 3 } else { 1 }
     }
 
-    /// Key heads on which candidates are screened.
+    /// Returns the number of key heads for screening.
     fn screens(self) -> usize {
         match self {
             Self::Quick => 4,
@@ -108,7 +111,7 @@ impl Effort {
         }
     }
 
-    /// Candidates that are tried on every key head.
+    /// Returns the number of candidates tried on every key head.
     fn candidates(self) -> usize {
         match self {
             Self::Quick => 8,
@@ -117,7 +120,7 @@ impl Effort {
         }
     }
 
-    /// Candidates of a key head that are measured in the model.
+    /// Returns the number of candidates per key head measured in the model.
     fn asked(self) -> usize {
         match self {
             Self::Quick => 2,
@@ -126,7 +129,7 @@ impl Effort {
         }
     }
 
-    /// Rows that divergences are means of.
+    /// Returns the number of rows in the mean of a divergence.
     fn rows(self) -> usize {
         match self {
             Self::Quick => 128,
@@ -135,12 +138,12 @@ impl Effort {
         }
     }
 
-    /// New tokens of a measurement.
+    /// Returns the number of new tokens in a measurement.
     fn steps(self) -> usize {
         if self == Self::Quick { 32 } else { 64 }
     }
 
-    /// Sums of divergences that are tried on the second text.
+    /// Returns the number of sums of divergences tried on the second text.
     fn rounds(self) -> usize {
         match self {
             Self::Quick => 4,
@@ -153,9 +156,9 @@ impl Effort {
 /// One part of a search.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// Which, from 0.
+    /// Index of the part, from 0.
     pub index: usize,
-    /// Of how many.
+    /// Number of parts.
     pub count: usize,
 }
 
@@ -184,19 +187,19 @@ pub struct Settings {
     pub max_ppl_increase: Option<f64>,
     /// Methods that may be chosen.
     pub selection: Vec<Chosen>,
-    /// Calibrations; methods that need one are candidates only where it is here.
+    /// Calibrations; methods that need one are candidates only if it is here.
     pub calibrations: Arc<Calibrations>,
-    /// The third text, which gives the answer; without it the second one does.
+    /// The third text, which gives the reported result; without it the second one does.
     pub answer: Option<Text>,
-    /// Texts are made into prompts that need far keys, and the tokens that need them are scored.
+    /// Task that turns texts into prompts that need distant keys; only the tokens that need them are scored.
     pub task: Option<Task>,
     /// Choose for new tokens, too.
     pub decode: bool,
-    /// Layers that may be changed; all where absent.
+    /// Layers that may be changed; all if absent.
     pub layers: Option<Numbers>,
-    /// How much is tried.
+    /// Extent of the search.
     pub effort: Effort,
-    /// One part of the measurements alone, and no recipe.
+    /// Make only one part of the measurements, and no recipe.
     pub shard: Option<Shard>,
     /// The model's name in the recipe.
     pub model: String,
@@ -205,7 +208,7 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// Whether a budget is one on the model's predictions.
+    /// Returns true if a budget limits the loss of the model's predictions.
     fn on_model(&self) -> bool {
         self.max_kl.is_some() || self.max_ppl_increase.is_some()
     }
@@ -228,7 +231,7 @@ pub struct Pick {
     pub error: f64,
     /// Time over exact attention's.
     pub cost: f64,
-    /// Divergence of the model with this alone, nats.
+    /// Divergence of the model with only this change, nats.
     pub kl: f64,
     /// The choice for new tokens, if one was made.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -246,7 +249,7 @@ pub struct DecodePick {
     pub error: f64,
     /// Time over exact attention's.
     pub cost: f64,
-    /// Divergence of the model with this alone, estimated from that of prompts, nats.
+    /// Divergence of the model with only this change, estimated from that of prompts, nats.
     pub kl: f64,
 }
 
@@ -273,7 +276,7 @@ pub struct Outcome {
     /// Its standard error.
     #[serde(deserialize_with = "crate::reread::number")]
     pub kl_se: f64,
-    /// Share of tokens with the same likeliest one.
+    /// Share of tokens with the same likeliest token.
     #[serde(deserialize_with = "crate::reread::number")]
     pub same_top: f64,
     /// Scores over exact attention's.
@@ -282,12 +285,12 @@ pub struct Outcome {
     /// Seconds of the model, logits included.
     #[serde(deserialize_with = "crate::reread::number")]
     pub seconds: f64,
-    /// The same with exact attention; none where it was not timed.
+    /// Seconds of the model with exact attention; none if it was not timed.
     pub exact_seconds: Option<f64>,
 }
 
 impl Outcome {
-    /// Of a record with exact attention beside it.
+    /// Takes the results from a record that includes exact attention.
     pub fn new(record: &Record) -> Option<Self> {
         let x = record.against_exact.as_ref()?;
         let upper = x.nll_increase + BOUND * x.nll_increase_se.unwrap_or(0.0);
@@ -307,18 +310,18 @@ impl Outcome {
     }
 }
 
-/// One sum of divergences and what the model did with it.
+/// One sum of divergences and the model's results with it.
 #[derive(Clone, Debug, Serialize)]
 pub struct Round {
-    /// The divergences of single key heads add up to at most this, nats; none with a largest error of heads alone.
+    /// Largest sum of the divergences of single key heads, nats; none if only the error of heads is limited.
     pub target: Option<f64>,
-    /// Share of key heads that do not have exact attention.
+    /// Share of key heads without exact attention.
     pub changed: f64,
     /// Mean time of attention over exact attention's, from the heads' measurements.
     pub cost: f64,
-    /// The model on the second text; none where exact attention is everywhere.
+    /// The model on the second text; none if exact attention is everywhere.
     pub check: Option<Outcome>,
-    /// Whether every budget holds.
+    /// True if every budget is met.
     pub holds: bool,
 }
 
@@ -331,49 +334,49 @@ pub struct Tuned {
     pub text: String,
     /// Tokens of it.
     pub tokens: usize,
-    /// How much was tried.
+    /// Extent of the search.
     pub effort: Effort,
     /// Measurements made or found.
     pub measurements: usize,
-    /// Key heads that were measured in a second, by all processes, once for prompts and once for new tokens; none where all
+    /// Key heads measured per second by all processes, counted once for prompts and once for new tokens; none if all
     /// were known.
     pub heads_per_second: Option<f64>,
-    /// Methods that computed exact attention at this length, and are no choice of their own.
+    /// Methods that computed exact attention at this length and therefore are no choice.
     pub fell_back: Vec<String>,
     /// Candidates that were tried on every key head.
     pub candidates: Vec<String>,
-    /// Time against divergence for every budget, as it is predicted.
+    /// Predicted time against divergence over all budgets.
     pub curve: Vec<CurvePoint>,
-    /// One for each sum of divergences that was tried.
+    /// One round per sum of divergences tried.
     pub rounds: Vec<Round>,
-    /// The model on the third text, with the choices that stand.
+    /// The model on the third text, with the final choices.
     pub answer: Option<Outcome>,
     /// The model decoding the second text, with the choices for new tokens.
     pub decoded: Option<Outcome>,
-    /// Why exact attention decodes everywhere, where it was chosen.
+    /// Reason why exact attention decodes everywhere, if it does.
     pub decode_note: Option<String>,
     /// Layers with heads whose method for new tokens has no stream: exact attention decodes there.
     pub decodes_exactly: Vec<usize>,
-    /// The round whose choices stand, counted from 0.
+    /// The round with the final choices, counted from 0.
     pub chosen: Option<usize>,
     /// The choice for each key head; empty for a shard.
     pub picks: Vec<Pick>,
-    /// Why the answer is exact attention everywhere, where it is.
+    /// Reason why the result is exact attention everywhere, if it is.
     pub note: Option<String>,
     /// The recipe.
     pub recipe: Option<Recipe>,
 }
 
-/// How a search ended.
+/// End of a search.
 #[derive(Debug)]
 pub enum Ended {
-    /// With an answer.
+    /// With a result.
     Done(Box<Tuned>),
-    /// At the caller's wish, with that many measurements kept.
+    /// By the caller's request; the number of measurements kept.
     Interrupted(usize),
 }
 
-/// Queries, keys and values to tune on.
+/// Extracts queries, keys and values to tune on.
 pub fn extract_layers(
     model: &Arc<Model>,
     text: &Text,
@@ -387,7 +390,7 @@ pub fn extract_layers(
     Ok(extract::extract(model, text, &wanted, progress, stop)?.workload)
 }
 
-/// Everything that measurements depend on: the numbers, the machine, the registry, effort, seed and version.
+/// Returns everything that measurements depend on: the inputs, the machine, the registry, effort, seed and version.
 pub fn key(workload: &Workload, settings: &Settings, run: &Run<'_>) -> Result<Key> {
     let ws = run.workspace()?;
     let mut bytes = workload.layers.len().to_le_bytes().to_vec();
@@ -409,10 +412,10 @@ pub fn key(workload: &Workload, settings: &Settings, run: &Run<'_>) -> Result<Ke
     })
 }
 
-/// A model that recipes are tried on.
+/// A model on which recipes are tried.
 pub trait Check {
-    /// The model with a recipe beside the exact one over `check`, in windows of `context` tokens; `None` once `stop` is
-    /// set.
+    /// Runs the model with a recipe and with exact attention over `check`, in windows of `context` tokens; `None` once
+    /// `stop` is set.
     fn check(
         &mut self,
         recipe: &Recipe,
@@ -421,23 +424,23 @@ pub trait Check {
         stop: &AtomicBool,
     ) -> Result<Option<Record>>;
 
-    /// The model's sizes in one line, as [`shape`](crate::text::shape) gives them.
+    /// Returns the model's sizes in one line, as from [`shape`](crate::text::shape).
     fn shape(&self) -> String;
 
-    /// The model that has read `text`, which measures what changed key heads cost; `None` where it cannot.
+    /// Returns the model after it has read `text`, ready to measure the loss of changed key heads; `None` if it cannot.
     fn replace(&mut self, text: &Text, rows: usize, stop: &AtomicBool) -> Result<Option<Box<dyn Replace>>> {
         let _ = (text, rows, stop);
         Ok(None)
     }
 
-    /// Layers in which exact attention decodes, because a method for new tokens has no stream.
+    /// Returns the layers in which exact attention decodes because a method for new tokens has no stream.
     fn decodes_exactly(&self, recipe: &Recipe) -> Result<Vec<usize>> {
         let _ = recipe;
         Ok(Vec::new())
     }
 
-    /// The model with a recipe that decodes the last `steps` of the first `context` tokens of `check` one by one; `None`
-    /// where it cannot, or once `stop` is set.
+    /// Runs the model with a recipe and decodes the last `steps` of the first `context` tokens of `check` one by one;
+    /// `None` if it cannot, or once `stop` is set.
     fn decode(
         &mut self,
         recipe: &Recipe,
@@ -451,7 +454,7 @@ pub trait Check {
     }
 }
 
-/// Searches. `check` is text that was not used for tuning. Steps are key heads.
+/// Searches for a recipe. `check` is text that was not used for tuning. Steps are key heads.
 pub fn tune(
     model: &mut dyn Check,
     text: &Text,
@@ -464,8 +467,8 @@ pub fn tune(
     tune_with(model, text, check, workload, settings, state, &Alone::default(), run)
 }
 
-/// The same with key heads shared among the processes of a crew, each of which has a state of its own
-/// ([`SearchState::open_with`]) and comes to the same answer.
+/// Searches with key heads shared among the processes of a crew; each has its own state ([`SearchState::open_with`])
+/// and comes to the same result.
 pub fn tune_with(
     model: &mut dyn Check,
     text: &Text,
@@ -485,7 +488,7 @@ pub fn tune_with(
 }
 
 impl Settings {
-    /// Whether every budget on the model holds. What is no number is over every one.
+    /// Returns true if every budget on the model is met. NaN exceeds every budget.
     fn holds(&self, x: &Outcome) -> bool {
         let within = |value: f64, limit: Option<f64>| limit.is_none_or(|limit| value <= limit);
         let kl = x.kl_mean + BOUND * if x.kl_se.is_finite() { x.kl_se } else { 0.0 };
@@ -497,7 +500,7 @@ impl Settings {
 }
 
 impl Tuned {
-    /// One line for each key head.
+    /// Returns a table with one line per key head.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["layer", "<heads", "<method", "<set", "error", "time"]);
         for p in &self.picks {
@@ -513,7 +516,7 @@ impl Tuned {
         table
     }
 
-    /// One line for each sum of divergences.
+    /// Returns a table with one line per sum of divergences.
     pub fn round_table(&self) -> Table {
         let mut table = Table::new(&[
             "divergence",
@@ -557,12 +560,12 @@ impl Tuned {
         table
     }
 
-    /// Mean time of attention over exact attention's, of what stands.
+    /// Returns the mean time of attention over exact attention's, for the final choices.
     pub fn cost(&self) -> f64 {
         self.picks.iter().map(|p| p.cost).sum::<f64>() / self.picks.len().max(1) as f64
     }
 
-    /// Mean time of attention for a new token over exact attention's; none where new tokens were not tuned.
+    /// Returns the mean time of attention for a new token over exact attention's; none if new tokens were not tuned.
     pub fn decode_cost(&self) -> Option<f64> {
         let costs: Vec<f64> = self.picks.iter().filter_map(|p| Some(p.decode.as_ref()?.cost)).collect();
         (!costs.is_empty()).then(|| crate::stats::mean(&costs))
@@ -573,7 +576,7 @@ impl Tuned {
 mod tests {
     use super::*;
 
-    /// Nothing but defaults.
+    /// Returns default settings.
     pub(super) fn settings() -> Settings {
         Settings {
             max_error: None,

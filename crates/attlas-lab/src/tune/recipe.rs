@@ -8,12 +8,12 @@ use attlas_model::recipe::{Decode, Measured, Numbers, Recipe, Rule};
 use std::collections::BTreeMap;
 
 impl Pick {
-    /// Whether it is exact attention without any setting.
+    /// Returns true if it is exact attention without any setting.
     pub(super) fn is_exact(&self) -> bool {
         self.method == registry::baseline().id && self.params.is_empty()
     }
 
-    /// Whether nothing at all is changed.
+    /// Returns true if neither prompts nor new tokens are changed.
     fn is_default(&self) -> bool {
         self.is_exact() && self.decode.as_ref().is_none_or(DecodePick::is_exact)
     }
@@ -46,13 +46,13 @@ impl DecodePick {
     }
 }
 
-/// Whether two choices for new tokens are the same but for what was measured.
+/// Returns true if two choices for new tokens differ at most in their measurements.
 fn same(a: Option<&Decode>, b: Option<&Decode>) -> bool {
     let plain = |d: Option<&Decode>| d.map(|d| (d.method.clone(), d.params.clone()));
     plain(a) == plain(b)
 }
 
-/// Rules for every layer; key heads of a layer with the same choice share one.
+/// Builds the rules of every layer; key heads of a layer with the same choice share one.
 pub(super) fn recipe(picks: &[Pick], model: &str) -> Recipe {
     let mut rules: Vec<(usize, Rule, f64)> = Vec::new();
     for p in picks {
@@ -156,7 +156,7 @@ pub(super) fn evidence(
             put("answer_text", Value::Text(text.source.clone()));
             put("answer_tokens", text.tokens.len().into());
         }
-        // What the third text says, or the second where there is none.
+        // The results on the third text, or on the second if there is no third.
         if let Some(x) = tuned.answer.as_ref().or(round.check.as_ref()) {
             put("ppl", x.ppl.into());
             put("exact_ppl", x.exact_ppl.into());

@@ -12,12 +12,12 @@ use crate::table::{number, seconds};
 use crate::text::Text;
 use attlas_model::recipe::Recipe;
 
-/// Ratio of a sum of divergences that fails to one that holds below which nothing is tried between them.
+/// Ratio of a failing sum of divergences to one that meets the budget below which the search between them ends.
 const CLOSE: f64 = 1.3;
-/// Times that a choice is made smaller for the third text.
+/// Most reductions of a choice for the third text.
 const SMALLER: usize = 3;
 
-/// Everything that a search needs at hand.
+/// State of a search.
 pub(super) struct Tuning<'r, 'a, 'w> {
     pub(super) model: &'r mut dyn Check,
     pub(super) text: &'r Text,
@@ -30,7 +30,7 @@ pub(super) struct Tuning<'r, 'a, 'w> {
 }
 
 impl Tuning<'_, '_, '_> {
-    /// `None` once it is to stop.
+    /// Runs the whole search; `None` once a stop was requested.
     pub(super) fn whole(&mut self) -> Result<Option<Tuned>> {
         let mut tuned = Tuned {
             model: self.settings.model.clone(),
@@ -102,7 +102,7 @@ impl Tuning<'_, '_, '_> {
         recipe.with_calibrations(self.settings.calibrations.clone())
     }
 
-    /// Screens and measures; the candidates that were tried everywhere.
+    /// Screens and measures; returns the candidates tried on every key head.
     fn measured(&mut self, phase: Phase) -> Result<Option<Vec<Candidate>>> {
         let Some(kept) = self.search.screen(phase, self.state, self.run)? else {
             return Ok(None);
@@ -121,12 +121,12 @@ impl Tuning<'_, '_, '_> {
         Ok(done.then_some(kept))
     }
 
-    /// Divergence of the model with a recipe on a text, from the state or measured; `None` after an interruption.
+    /// Returns the results of a recipe on a text, from the state or newly measured; `None` after an interruption.
     fn checked(&mut self, recipe: &Recipe, text: &Text, what: &str) -> Result<Option<Outcome>> {
         self.checked_again("", recipe, text, what)
     }
 
-    /// The same, known or new under another name.
+    /// Returns the results of a recipe on a text, stored under another name.
     fn checked_again(
         &mut self,
         again: &str,
@@ -154,8 +154,8 @@ impl Tuning<'_, '_, '_> {
         Ok(Some(outcome))
     }
 
-    /// Searches the sum of divergences on the second text: the picks of the best that held and its sum, `Some(None)` where
-    /// none did.
+    /// Searches the sum of divergences on the second text. Returns the picks and the sum of the best one that met the
+    /// budget; `Some(None)` if none did.
     #[allow(clippy::type_complexity)]
     fn rounds(
         &mut self,
@@ -215,9 +215,9 @@ impl Tuning<'_, '_, '_> {
         Ok(Some(best))
     }
 
-    /// Runs the check of a round once more and keeps the smaller times: a single pass beside another process says little, and
-    /// a recipe that was not faster is thrown away. The state keeps both, so that the same measurements come to the same
-    /// choice. `false` once it is to stop.
+    /// Repeats the check of a round and keeps the smaller times: a single pass beside another process says little, and
+    /// a recipe that is not faster is discarded. The state keeps both runs: the same measurements then lead to the same
+    /// choice. `false` once a stop was requested.
     fn time_again(&mut self, picks: &[Pick], round: &mut Round) -> Result<bool> {
         let Some(first) = &mut round.check else { return Ok(true) };
         let recipe = self.recipe(picks);
@@ -231,7 +231,7 @@ impl Tuning<'_, '_, '_> {
         Ok(true)
     }
 
-    /// The third text, with smaller sums where the budget does not hold there.
+    /// Checks on the third text, with smaller sums if the budget is exceeded there.
     fn answer(
         &mut self,
         hulls: &[Vec<Point>],
@@ -264,8 +264,8 @@ impl Tuning<'_, '_, '_> {
         Ok(Some(picks))
     }
 
-    /// Chooses for new tokens by their time; `false` once it is to stop. Exact attention decodes where no choice both holds
-    /// the budget and is faster in the model.
+    /// Chooses methods for new tokens by their time; `false` once a stop was requested. Exact attention decodes if no
+    /// choice both meets the budget and is faster in the model.
     fn new_tokens(&mut self, picks: &mut [Pick], kept: &[Candidate], tuned: &mut Tuned) -> Result<bool> {
         let hulls = self.search.hulls(Phase::Decode, kept, self.state)?;
         let budget = self.settings.max_kl.or(self.settings.max_ppl_increase.map(f64::ln_1p));
@@ -280,7 +280,7 @@ impl Tuning<'_, '_, '_> {
                 return Ok(true);
             }
             self.run.at(0, 1, &format!("decoding other text, divergence {}", number(target)));
-            // Prompts are read exactly, so that nothing but new tokens differs.
+            // Exact attention reads the prompts: only new tokens differ.
             let alone: Vec<Pick> =
                 picks.iter().map(|p| Pick { decode: p.decode.clone(), ..p.clone().exact() }).collect();
             let recipe = self.recipe(&alone);
@@ -291,7 +291,7 @@ impl Tuning<'_, '_, '_> {
                 return Ok(false);
             }
             let Some(outcome) = outcome else { return Ok(true) };
-            // A few dozen tokens bound a divergence, not an increase.
+            // A few dozen tokens can bound a divergence, but not an increase of the perplexity.
             let holds = outcome.kl_mean <= budget.unwrap_or(f64::INFINITY);
             let slow = slower(&outcome);
             tuned.decoded = Some(outcome);
@@ -313,13 +313,13 @@ impl Tuning<'_, '_, '_> {
     }
 }
 
-/// Which sum comes next.
+/// Search for the next sum.
 struct Targets {
-    /// The largest that held.
+    /// The largest sum that met the budget.
     holds: Option<f64>,
-    /// The smallest that did not.
+    /// The smallest sum that did not.
     fails: Option<f64>,
-    /// Nothing costs more than this.
+    /// Upper limit of any sum.
     last: f64,
 }
 
@@ -339,7 +339,7 @@ impl Targets {
     }
 }
 
-/// Why the best choice is not worth having, where it is not.
+/// Returns the reason to reject the best choice, if there is one.
 fn objection(round: &Round) -> Option<String> {
     if round.changed == 0.0 {
         return Some("no method was both accurate enough and faster".into());
@@ -347,7 +347,7 @@ fn objection(round: &Round) -> Option<String> {
     slower(round.check.as_ref()?)
 }
 
-/// The times, where the recipe was not the faster one.
+/// Returns the times if the recipe was not faster.
 fn slower(outcome: &Outcome) -> Option<String> {
     let exact = outcome.exact_seconds?;
     (outcome.seconds >= exact).then(|| {
@@ -375,7 +375,8 @@ mod tests {
         };
         let (seen, best) = path(&|t| t < 0.06);
         assert_eq!(&seen[..3], &[0.2, 0.1, 0.05]);
-        // Then the geometric means of what holds and what does not: 0.0707 fails, 0.0595 holds, and that is close.
+        // Then geometric means of a sum that passes and one that fails: 0.0707 fails, 0.0595 passes, and they are
+        // close.
         let best = best.unwrap();
         assert!((best - 0.05f64.powf(0.75) * 0.1f64.powf(0.25)).abs() < 1e-12 && seen.len() == 5, "{seen:?}");
         assert_eq!(path(&|_| true), (vec![0.2, 0.4, 0.8], Some(0.8)));
@@ -401,7 +402,7 @@ mod tests {
         };
         assert_eq!(took(0.8, Some(1.0)), None);
         assert_eq!(took(0.8, None), None, "nothing to compare with");
-        // A tenth of the scores is no reason to decode by it.
+        // A tenth of the scores is no reason to decode with a slower method.
         assert!(took(1.07, Some(1.06)).unwrap().contains("exact attention took 1.06s"));
     }
 }

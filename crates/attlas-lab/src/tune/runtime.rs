@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A model of this workspace's runtime. What exact attention gave for a text is kept.
+/// A model of this workspace's runtime, which keeps the predictions of exact attention for each text.
 #[derive(Debug)]
 pub struct Runtime<'a> {
     model: &'a Arc<Model>,
@@ -29,18 +29,18 @@ pub struct Runtime<'a> {
 }
 
 impl<'a> Runtime<'a> {
-    /// A model on that many threads, 0 for all, with texts made into prompts of a task where there is one.
+    /// Wraps a model on `threads` threads, 0 for all; a task turns texts into its prompts.
     pub fn new(model: &'a Arc<Model>, threads: usize, task: Option<Task>, seed: u64) -> Self {
         Self { model, threads, task, seed, known: BTreeMap::new(), crew: None }
     }
 
-    /// The same with windows shared among the processes of a crew; all of them check and decode at the same time.
+    /// Shares windows among the processes of a crew; all of them check and decode at the same time.
     #[must_use]
     pub fn with_crew(self, crew: &'a dyn Crew) -> Self {
         Self { crew: Some(crew), ..self }
     }
 
-    /// The model with a recipe beside the exact one, on the processes of `crew`.
+    /// Runs the model with a recipe and with exact attention, on the processes of `crew`.
     fn beside(
         &mut self,
         crew: &dyn Crew,
@@ -118,7 +118,7 @@ impl Check for Runtime<'_> {
         steps: usize,
         stop: &AtomicBool,
     ) -> Result<Option<Outcome>> {
-        // One token follows another: the first process decodes for all.
+        // Decoding is sequential: the first process decodes for all.
         let Some(crew) = self.crew.filter(|c| !c.is_alone()) else {
             return self.decode_alone(recipe, check, context, steps, stop);
         };
@@ -147,7 +147,7 @@ impl Runtime<'_> {
         if steps < 2 {
             return Ok(None);
         }
-        // Exact predictions of the same tokens, where a check has made them.
+        // Uses exact predictions of the same tokens if a check has made them.
         let name = key(check, context);
         if self.known.get(&name).is_none_or(|r| r.hidden().is_none())
             && self.beside(&Alone::default(), recipe, check, context, stop)?.is_none()
@@ -190,8 +190,9 @@ impl Runtime<'_> {
         }))
     }
 
-    /// Decodes all but one of the last `steps` tokens one by one: seconds of the model, the first left out, where methods do
-    /// what belongs to the prompt, and scores. `each` receives what the model made of a token.
+    /// Decodes all but one of the last `steps` tokens one by one. Returns the scores and the seconds of the model,
+    /// without the first token, in which methods finish their work on the prompt. `each` receives the model's output
+    /// for each token.
     fn steps(
         &self,
         recipe: &Recipe,

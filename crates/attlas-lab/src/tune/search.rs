@@ -17,11 +17,11 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-/// A method that is further off than this has no use.
+/// Error above which a method is useless.
 const USELESS: f64 = 0.9;
-/// A candidate whose counted operations are more than this times exact attention's is not tried.
+/// Factor over exact attention's counted operations above which a candidate is not tried.
 const DEAR: f64 = 1.5;
-/// Divergence of a head whose error is as large as its layer's output, where no model says better.
+/// Assumed divergence of a head whose error is as large as its layer's output, if no model was measured.
 const TYPICAL: f64 = 0.01;
 
 pub(super) struct Search<'a> {
@@ -34,7 +34,7 @@ pub(super) struct Search<'a> {
     alone: Workspace,
     crew: &'a dyn Crew,
     seed: u64,
-    /// Key heads that were measured by all processes, and the seconds it took.
+    /// Key heads measured by all processes, and their seconds.
     pub(super) pace: (usize, f64),
 }
 
@@ -62,13 +62,13 @@ impl<'a> Search<'a> {
         Ok(self.settings.calibrations.find(candidate.method.id, Some(layer), g)?)
     }
 
-    /// New tokens that are decoded in a measurement.
+    /// Returns the number of new tokens decoded in a measurement.
     fn steps(&self, i: usize) -> usize {
         self.settings.effort.steps().min(self.layer(i).0.problem.n_q / 2).max(1)
     }
 
-    /// The candidates that are worth trying everywhere: on the front of error and cost of one of a few key heads, spread
-    /// over the layers. `None` once `stop` is set.
+    /// Returns the candidates to try on every key head: those on the front of error and cost of one of a few key heads,
+    /// spread over the layers. `None` once `stop` is set.
     pub(super) fn screen(
         &mut self,
         phase: Phase,
@@ -80,11 +80,11 @@ impl<'a> Search<'a> {
         let all = candidates::all(self.settings, self.seed, &problem, phase);
         let exact = registry::baseline().plan(&problem, &Options::new())?.cost().flops() as f64;
         let cheap = |c: &Candidate| {
-            // A method that learns first cannot be counted without what it learnt.
+            // The operations of a method that needs calibration cannot be counted without it.
             c.method.plan(&problem, &c.options).map_or(true, |p| p.cost().flops() as f64 <= DEAR * exact)
         };
         let count = self.settings.effort.screens().min(self.units.len()).max(1);
-        // The middles of equal parts of the model.
+        // Screened key heads are the middles of equal parts of the model.
         let screened: Vec<(usize, usize)> =
             (0..count).map(|s| self.units[(2 * s + 1) * self.units.len() / (2 * count)]).collect();
         let all: Vec<Steps> = all
@@ -119,7 +119,7 @@ impl<'a> Search<'a> {
                 (known.1, known.2) = (known.1 + 1, known.2.min(error * cost));
             }
         }
-        // On more fronts first, then by error times cost.
+        // Candidates on more fronts come first, then those with the smallest error times cost.
         let mut kept: Vec<(Candidate, usize, f64)> = votes.into_values().collect();
         kept.sort_by(|a, b| b.1.cmp(&a.1).then(a.2.total_cmp(&b.2)));
         kept.truncate(self.settings.effort.candidates());
@@ -162,7 +162,7 @@ impl<'a> Search<'a> {
         Ok(!self.crew.any(stopped))
     }
 
-    /// Measures the candidates on every key head of the shard, and asks the model what some of them cost it. `false` once
+    /// Measures the candidates on every key head of the shard, and for some of them the model's loss. `false` once
     /// `stop` is set.
     pub(super) fn measure_all(
         &mut self,
@@ -175,7 +175,7 @@ impl<'a> Search<'a> {
         let (begun, mut fresh, mut stopped) = (Instant::now(), 0usize, false);
         let mine = |u: &usize| self.settings.shard.is_none_or(|s| u % s.count == s.index);
         let mut list: Vec<usize> = (0..self.units.len()).filter(mine).collect();
-        // The longest first: most candidates to measure, then most layers to run again behind a change.
+        // The longest units first: most candidates to measure, then most layers to rerun after a change.
         list.sort_by_key(|&u| {
             let (i, g) = self.units[u];
             let missing = kept.iter().filter(|c| state.get(phase, self.layer(i).1, g, c).is_none()).count();
@@ -185,7 +185,7 @@ impl<'a> Search<'a> {
         self.crew.begin(total);
         'list: while let Some(done) = self.crew.next() {
             let (i, g) = self.units[list[done]];
-            // What is already known takes no time, so it says nothing about the rest.
+            // Known units take no time and say nothing about the rest.
             let left = match fresh {
                 0 => String::new(),
                 n => {
@@ -221,7 +221,7 @@ impl<'a> Search<'a> {
                     };
                     let (layer, number) = self.layer(i);
                     let kl = model.replaced(number, layer.heads_of(g), &tail)?;
-                    // What is no number is over every budget, also once it was written and read.
+                    // NaN must exceed every budget, also after it was written and read again.
                     let kl = if kl.is_finite() { kl } else { f64::MAX };
                     if let Some(m) = state.get(phase, number, g, &candidate).cloned() {
                         state.keep(Measurement { kl: Some(kl), ..m }, self.crew)?;
@@ -237,7 +237,8 @@ impl<'a> Search<'a> {
         Ok(!self.crew.any(stopped))
     }
 
-    /// Candidates whose divergence is measured: on the front of squared error and time, the fastest first, spread over it.
+    /// Returns the candidates whose divergence is measured: spread over the front of squared error and time, the
+    /// fastest first.
     fn to_ask(&self, i: usize, g: usize, kept: &[Candidate], state: &SearchState) -> Vec<Candidate> {
         let number = self.layer(i).1;
         let mut points = vec![Point::EXACT];
@@ -257,7 +258,7 @@ impl<'a> Search<'a> {
         asked.filter(unknown).cloned().collect()
     }
 
-    /// The last rows of a candidate's output.
+    /// Returns the last rows of a candidate's output.
     fn tail(&mut self, i: usize, g: usize, candidate: &Candidate, rows: usize) -> Result<Vec<f32>> {
         let layer = self.layer(i).0;
         let learnt = self.learnt(i, g, candidate)?;
@@ -269,7 +270,7 @@ impl<'a> Search<'a> {
         Ok(output.chunks(p.n_q * p.d_v).flat_map(cut).collect())
     }
 
-    /// A measurement that is known, or a new one that is kept at once; with the output where it was made now.
+    /// Returns a known measurement, or makes a new one and stores it at once; a new one comes with its output.
     fn measure(
         &mut self,
         phase: Phase,
@@ -304,7 +305,7 @@ impl<'a> Search<'a> {
             params: candidate.options.clone(),
             error: None,
             seconds: 0.0,
-            // A method that fails on these numbers is never worth it.
+            // A method that fails on these inputs is never chosen.
             cost: f64::MAX,
             exact: false,
             kl: None,
@@ -319,8 +320,8 @@ impl<'a> Search<'a> {
         Ok((m, output))
     }
 
-    /// Choices for every key head: the hull of cost and divergence over exact attention and the candidates within
-    /// the largest error.
+    /// Returns the choices for every key head: the hull of cost and divergence over exact attention and the candidates
+    /// within the largest error.
     pub(super) fn hulls(
         &mut self,
         phase: Phase,
@@ -361,8 +362,8 @@ impl<'a> Search<'a> {
         Ok(all)
     }
 
-    /// With one run of each, as new tokens always have, the median over key heads stands for a candidate's time: it hardly
-    /// depends on the numbers.
+    /// Returns a candidate's time as the median over key heads, if each has only one run, as new tokens always do: the
+    /// time hardly depends on the inputs.
     fn pooled_cost(&self, phase: Phase, candidate: &Candidate, state: &SearchState) -> Option<f64> {
         if phase == Phase::Prompt && self.settings.effort == Effort::Thorough {
             return None;
@@ -377,7 +378,7 @@ impl<'a> Search<'a> {
         (!costs.is_empty()).then(|| median(&costs))
     }
 
-    /// The choice, as picks.
+    /// Converts the choice to picks.
     pub(super) fn picks(
         &self,
         phase: Phase,
@@ -414,7 +415,7 @@ impl<'a> Search<'a> {
 }
 
 impl Pick {
-    /// The same choice as one for new tokens.
+    /// Converts a choice to one for new tokens.
     pub(super) fn as_decode(&self) -> DecodePick {
         DecodePick {
             method: self.method.clone(),
@@ -426,8 +427,8 @@ impl Pick {
     }
 }
 
-/// For each key head the largest size of its heads' exact outputs, over the root mean square of all heads of the layer:
-/// what an error relative to the head is, relative to the layer.
+/// Returns for each key head the largest norm of its heads' exact outputs over the root mean square of all heads of the
+/// layer: the factor from an error relative to the head to one relative to the layer.
 fn layer_weights(layer: &LayerData, ws: &mut Workspace) -> Result<Vec<f64>> {
     let problem = layer.group_problem(Mask::Causal);
     let plan = registry::baseline().plan(&problem, &Options::new())?;
@@ -532,7 +533,7 @@ mod tests {
         assert!(hulls.iter().all(|h| *h == [Point::EXACT]));
     }
 
-    /// Says how far rows are from zero.
+    /// A model whose divergence is the distance of rows from zero.
     struct Model;
 
     impl Replace for Model {

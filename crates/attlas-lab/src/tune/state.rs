@@ -1,4 +1,4 @@
-//! Measurements that are kept: a file of JSON lines that is added to as they are made.
+//! Storage of measurements: a file of JSON lines, appended as they are made.
 
 use super::candidates::Candidate;
 use super::{Outcome, Phase};
@@ -25,19 +25,19 @@ pub struct Measurement {
     pub method: String,
     /// Its settings.
     pub params: Options,
-    /// Largest error of the query heads; none where it did not give one.
+    /// Largest error of the query heads; none if it is not finite.
     pub error: Option<f64>,
     /// Seconds of set-up and run, all query heads together; for new tokens, of one of them.
     pub seconds: f64,
-    /// The same over exact attention's.
+    /// Seconds over those of exact attention.
     pub cost: f64,
-    /// Whether its settings covered everything, so that exact attention was timed under its name.
+    /// True if its settings covered every key: exact attention was then timed.
     #[serde(default)]
     pub exact: bool,
-    /// Divergence of the model's predictions with this key head changed alone, nats, where it was measured.
+    /// Divergence of the model's predictions with only this key head changed, nats, if it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl: Option<f64>,
-    /// The machine it was made on, where several processes shared the search.
+    /// The machine of the measurement, if several processes shared the search.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node: Option<String>,
 }
@@ -55,7 +55,7 @@ pub(super) struct Checked {
 pub struct Node {
     /// Its name.
     pub node: String,
-    /// Most billions of multiply-add operations per second of one of its processes; none where it could not be measured.
+    /// Most billions of multiply-add operations per second of one of its processes; none if it could not be measured.
     pub peak_gflops: Option<f64>,
 }
 
@@ -70,7 +70,7 @@ enum Line {
 /// Ratio of measured peaks above which machines are not mixed in one search.
 pub const PEAK_MIXED: f64 = 1.1;
 
-/// An error where two machines differ in their peaks by more than a tenth: times of their units do not compare.
+/// Fails if the peaks of two machines differ by more than a tenth: times of their units are not comparable.
 pub fn check_nodes<'n>(nodes: impl IntoIterator<Item = &'n Node>) -> Result<()> {
     let known: Vec<(&str, f64)> =
         nodes.into_iter().filter_map(|n| Some((n.node.as_str(), n.peak_gflops?))).collect();
@@ -86,20 +86,20 @@ pub fn check_nodes<'n>(nodes: impl IntoIterator<Item = &'n Node>) -> Result<()> 
     ))
 }
 
-/// Conditions of the measurements. Times of another machine, registry, effort or version are not comparable, so every part
-/// has to agree.
+/// Conditions of the measurements. Times of another machine, registry, effort or version are not comparable: every part
+/// must agree.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Key {
     /// SHA-256 of the last layer's queries, keys and values, with the number of layers: the model, the text and its length.
     pub inputs: String,
     /// Processor, platform, instruction set and threads.
     pub machine: String,
-    /// Measured multiply-add peak, billions of operations per second; clocks and load move it, so that one within a
-    /// factor of [`PEAK_CLASS`] is the same machine.
+    /// Measured multiply-add peak, billions of operations per second. Clocks and load change it: peaks within a factor
+    /// of [`PEAK_CLASS`] count as the same machine.
     pub peak_gflops: Option<f64>,
     /// SHA-256 of the ids, parameters and defaults of all methods.
     pub registry: String,
-    /// How much is tried, which says how many runs stand behind a time.
+    /// Effort of the search, which determines the number of runs behind a time.
     pub effort: String,
     /// Seed of methods that draw random numbers.
     pub seed: u64,
@@ -107,11 +107,11 @@ pub struct Key {
     pub version: String,
 }
 
-/// Ratio of measured peaks above which machines of one name are told apart.
+/// Ratio of measured peaks above which machines of one name count as different.
 pub const PEAK_CLASS: f64 = 4.0;
 
 impl Key {
-    /// Whether times made on `other` may stand beside ours.
+    /// Returns true if times measured under `other` are comparable with ours.
     fn fits(&self, other: &Self) -> bool {
         let peak = match (self.peak_gflops, other.peak_gflops) {
             (Some(a), Some(b)) => a.max(b) <= PEAK_CLASS * a.min(b),
@@ -120,7 +120,7 @@ impl Key {
         peak && Self { peak_gflops: None, ..self.clone() } == Self { peak_gflops: None, ..other.clone() }
     }
 
-    /// The parts that differ from `other`, each as `name: ours, theirs`.
+    /// Returns the parts that differ from `other`, each as `name: ours, theirs`.
     fn differences(&self, other: &Self) -> (Vec<String>, Vec<String>) {
         let short = |hash: &str| hash.chars().take(12).collect::<String>();
         let parts = |k: &Self| {
@@ -139,19 +139,19 @@ impl Key {
     }
 }
 
-/// Measurements that are kept in a file, one JSON line each after a line that says what they were made on. The file is
-/// locked as long as this lives: two searches would lose each other's lines.
+/// Measurements in a file, one JSON line each after a line with their conditions. The file stays locked for the
+/// lifetime of this value: two searches would lose each other's lines.
 #[derive(Debug)]
 pub struct SearchState {
     path: Option<PathBuf>,
-    /// Held open, for its lock and to append to.
+    /// Kept open for its lock and for appending.
     file: Option<File>,
     key: Key,
     done: BTreeMap<(Phase, usize, usize, String), Measurement>,
     checks: BTreeMap<String, Outcome>,
     nodes: BTreeMap<String, Node>,
     made: usize,
-    /// Lines since the processes of a crew were last told.
+    /// Lines not yet sent to the processes of a crew.
     news: Vec<String>,
 }
 
@@ -166,8 +166,9 @@ const FORMAT: &str = "attlas measurements";
 const VERSION: u32 = 4;
 
 impl SearchState {
-    /// Measurements made on what `key` names, in a file if one is given. What the file already holds is used again; one
-    /// made on something else, or that another process is writing, is refused. A last line that was cut off is dropped.
+    /// Opens the measurements under the conditions `key`, in a file if one is given. Measurements in the file are
+    /// reused; a file with other conditions, or one that another process is writing, is refused. A truncated last line
+    /// is dropped.
     pub fn open(path: Option<&Path>, key: &Key) -> Result<Self> {
         let mut state = Self {
             path: path.map(Into::into),
@@ -180,7 +181,7 @@ impl SearchState {
             news: Vec::new(),
         };
         if let Some(path) = path {
-            // Kept until the new file is in place with a lock of its own.
+            // Kept until the new file is in place with its own lock.
             let there = output::lock(path)?;
             if there.is_some() {
                 state.merge(path)?;
@@ -190,9 +191,9 @@ impl SearchState {
         Ok(state)
     }
 
-    /// The same for all processes of a crew: process 0 has the file, and the others what it holds. With `merge`, what other
-    /// files hold is taken over. The peak of every machine is measured and kept; machines that differ too much are refused
-    /// unless they are `mixed`.
+    /// Opens the measurements for all processes of a crew: process 0 has the file, and the others its contents. `merge`
+    /// adds the measurements of other files. The peak of every machine is measured and kept; machines that differ too
+    /// much are refused unless `mixed` is set.
     pub fn open_with(
         path: &Path,
         key: &Key,
@@ -218,7 +219,7 @@ impl SearchState {
         for line in crew.gather(&serde_json::to_string(&own).map_err(broken)?) {
             let node: Node = serde_json::from_str(&line).map_err(broken)?;
             let known = here.entry(node.node.clone()).or_insert(node.clone());
-            // The best of its processes: they measure at the same time.
+            // The best of a machine's processes counts, because they measure at the same time.
             known.peak_gflops = known.peak_gflops.into_iter().chain(node.peak_gflops).reduce(f64::max);
         }
         let before = state.nodes.clone();
@@ -235,17 +236,18 @@ impl SearchState {
         Ok(state)
     }
 
-    /// Number of measurements.
+    /// Returns the number of measurements.
     pub fn len(&self) -> usize {
         self.done.len()
     }
 
-    /// Whether there is none.
+    /// Returns true if there are no measurements.
     pub fn is_empty(&self) -> bool {
         self.done.is_empty()
     }
 
-    /// Methods that computed exact attention wherever they were measured, because their settings cover this length.
+    /// Returns the methods that computed exact attention wherever they were measured, because their settings cover this
+    /// length.
     pub fn fell_back(&self) -> Vec<String> {
         let mut all: BTreeMap<&str, bool> = BTreeMap::new();
         for m in self.done.values() {
@@ -293,7 +295,7 @@ impl SearchState {
                 Ok(Line::Node(n)) => {
                     self.nodes.insert(n.node.clone(), n);
                 }
-                // The last line of an interrupted run.
+                // The truncated last line of an interrupted run.
                 Err(_) if i + 1 == lines.len() => {}
                 Err(e) => return Err(malformed(format!("line {}: {e}", i + 2))),
             }
@@ -301,7 +303,7 @@ impl SearchState {
         Ok(())
     }
 
-    /// Writes everything anew.
+    /// Rewrites the whole file.
     pub fn rewrite(&mut self) -> Result<()> {
         let Some(path) = &self.path else { return Ok(()) };
         let header = Header { format: FORMAT.into(), version: VERSION, key: self.key.clone() };
@@ -314,7 +316,7 @@ impl SearchState {
         Ok(())
     }
 
-    /// Everything but the first line.
+    /// Returns all lines but the first.
     fn lines(&self) -> Result<Vec<String>> {
         let failed = |e| Error::argument("a measurement", "one that can be written", e);
         let nodes = self.nodes.values().map(serde_json::to_string);
@@ -326,12 +328,12 @@ impl SearchState {
         all.map(|line| line.map_err(failed)).collect()
     }
 
-    /// Takes a line from another process, where it says something new.
+    /// Takes a line from another process if it is new.
     pub(super) fn absorb(&mut self, line: &str) -> Result<()> {
         let broken = |e| Error::argument("what another process says", "a line of the state", e);
         match serde_json::from_str::<Line>(line).map_err(broken)? {
             Line::Measured(m) => {
-                // What the model said is never forgotten again.
+                // A measured divergence is never overwritten by a line without one.
                 let known = self.done.get(&key_of(&m));
                 if known.is_none_or(|k| *k != m && (k.kl.is_none() || m.kl.is_some())) {
                     self.append(&m)?;
@@ -348,7 +350,7 @@ impl SearchState {
         Ok(())
     }
 
-    /// Keeps a new measurement and tells process 0, which takes what has arrived meanwhile.
+    /// Keeps a new measurement and sends it to process 0, which also takes the lines that have arrived.
     pub(super) fn keep(&mut self, m: Measurement, crew: &dyn Crew) -> Result<()> {
         if !crew.leads() {
             let failed = |e| Error::argument("a measurement", "one that can be written", e);
@@ -380,7 +382,7 @@ impl SearchState {
         self.done.get(&(phase, layer, kv_head, candidate.name()))
     }
 
-    /// Everything known of a key head.
+    /// Returns all measurements of a key head.
     pub(super) fn of(
         &self,
         phase: Phase,
@@ -394,7 +396,7 @@ impl SearchState {
             .take_while(move |m| (m.phase, m.layer, m.kv_head) == (phase, layer, kv_head))
     }
 
-    /// Number of measurements made since it was opened.
+    /// Returns the number of measurements made since opening.
     pub(super) fn made(&self) -> usize {
         self.made
     }
@@ -406,7 +408,7 @@ impl SearchState {
         Ok(())
     }
 
-    /// Known results of a recipe on a text.
+    /// Returns the known results of a recipe on a text.
     pub(super) fn checked(&self, name: &str) -> Option<&Outcome> {
         self.checks.get(name)
     }

@@ -1,4 +1,4 @@
-//! Limits of a template: sizes of values, bytes written, time, and the filters and operators that respect them.
+//! Limits of a template (sizes of values, bytes written, time), and the filters and operators that enforce them.
 
 use super::rewrite::{MUL, OPERAND, PLAIN, REM};
 use minijinja::formatting::{FormatStyle, format};
@@ -11,19 +11,19 @@ use std::time::{Duration, Instant};
 
 /// Steps that the engine may take.
 const FUEL: u64 = 10_000_000;
-/// Bytes that a value may hold besides those of the conversation; every item of a list or map counts as [`ITEM`].
+/// Most bytes of a value beyond those of the conversation; every item of a list or map counts as [`ITEM`].
 const VALUE: usize = 1 << 20;
-/// Bytes of text that it may write besides 32 times those of the conversation.
+/// Most bytes of text written, beyond 32 times those of the conversation.
 const WRITTEN: usize = 4 << 20;
-/// Bytes of all values made and of all text written, together.
+/// Most bytes of all values and all text together.
 const TOTAL: usize = 1 << 30;
 /// Bytes counted for an item of a list or map.
 const ITEM: usize = 32;
-/// How deep lists and maps may be nested.
+/// Deepest nesting of lists and maps.
 const DEPTH: usize = 64;
 /// The longest padding, precision or number of columns.
 const WIDTH: usize = 4096;
-/// How long a template may run.
+/// Time limit of a template.
 pub(super) const TIME: Duration = Duration::from_secs(10);
 
 type Made<T> = Result<T, Error>;
@@ -32,19 +32,19 @@ fn refused(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::InvalidOperation, what.into())
 }
 
-/// Budget left to one rendering.
+/// Remaining budget of one rendering.
 #[derive(Debug)]
 pub(super) struct Budget {
-    /// Bytes that a value may hold.
+    /// Most bytes of a value.
     value: usize,
     left: AtomicUsize,
-    /// Bytes of text that may still be written.
+    /// Remaining bytes of text.
     unwritten: AtomicUsize,
     end: Instant,
 }
 
 impl Budget {
-    /// For a conversation of `conversation` bytes.
+    /// Creates the budget for a conversation of `conversation` bytes.
     pub(super) fn new(conversation: usize) -> Arc<Self> {
         let value = VALUE.saturating_add(conversation.saturating_mul(2));
         let left = AtomicUsize::new(TOTAL.saturating_add(conversation.saturating_mul(64)));
@@ -52,7 +52,7 @@ impl Budget {
         Arc::new(Self { value, left, unwritten, end: Instant::now() + TIME })
     }
 
-    /// An error if this text may not be written any more.
+    /// Fails if writing this text would exceed the budget.
     fn write(&self, text: &str) -> Made<()> {
         let rest = |left: usize| left.checked_sub(text.len());
         match self.unwritten.fetch_update(Ordering::Relaxed, Ordering::Relaxed, rest) {
@@ -72,7 +72,7 @@ impl Budget {
         }
     }
 
-    /// An error if a value of `bytes` is too large.
+    /// Fails if a value of `bytes` is too large.
     fn make(&self, bytes: Option<usize>) -> Made<()> {
         match bytes.filter(|&b| b <= self.value) {
             Some(bytes) => self.charge(bytes),
@@ -80,7 +80,7 @@ impl Budget {
         }
     }
 
-    /// The bytes of a value, shared parts as often as they occur; an error if they are too many or nested too deep.
+    /// Counts the bytes of a value, shared parts at every occurrence; an error if they are too many or nested too deep.
     fn weigh(&self, value: &Value) -> Made<usize> {
         let mut bytes = 0usize;
         self.walk(value, 0, &mut bytes, &mut |_| Ok(()))?;
@@ -124,7 +124,7 @@ impl Budget {
         Ok(value)
     }
 
-    /// A value that may become part of a namespace: no namespace is in it, so that none can come to hold itself.
+    /// Checks that a value for a namespace contains no namespace: none can then contain itself.
     fn plain(&self, value: Value) -> Made<Value> {
         self.walk(&value, 0, &mut 0, &mut |v| {
             let namespace = v.as_object().is_some_and(|o| o.type_name().contains("Namespace"));
@@ -155,7 +155,7 @@ impl Budget {
         match a.as_str() {
             Some(text) => {
                 let args = match b.kind() {
-                    // A tuple holds the arguments one by one; everything else is the only one.
+                    // A tuple holds several arguments; anything else is a single one.
                     ValueKind::Seq if text.matches('%').count() > 1 => b.try_iter()?.collect(),
                     _ => vec![b],
                 };
@@ -165,7 +165,7 @@ impl Budget {
         }
     }
 
-    /// A format whose fields are no wider than [`WIDTH`] and that do not repeat long arguments.
+    /// Applies a format whose fields are at most [`WIDTH`] wide and do not repeat long arguments.
     fn format(&self, style: FormatStyle, text: &str, args: &[Value]) -> Made<Value> {
         let (mut fields, mut digits, mut number) = (0usize, 0usize, 0usize);
         for c in text.chars() {
@@ -183,7 +183,7 @@ impl Budget {
             longest = longest.max(self.weigh(arg)?);
         }
         let used = fields.checked_mul(longest).and_then(|n| n.checked_add(text.len()));
-        // The bound is far above the usual length, so that only its excess over the limit counts.
+        // The bound is far above the usual length: only an excess over the limit counts.
         if used.is_none_or(|n| n > self.value.saturating_mul(8)) {
             self.make(used)?;
         }
@@ -238,7 +238,7 @@ impl Budget {
         for arg in args {
             bytes = bytes.saturating_add(self.weigh(arg)?);
         }
-        // Splitting makes a value of every letter, in the worst case.
+        // In the worst case, splitting makes a value of every letter.
         self.charge(bytes.saturating_mul(if method.starts_with("split") { ITEM } else { 1 }))?;
         let text = |i: usize| args.get(i).and_then(Value::as_str);
         match (value.as_str(), method) {
@@ -275,7 +275,7 @@ fn arithmetic(
     if result.is_nan() { Err(failed()) } else { Ok(Value::from(result)) }
 }
 
-/// A value as Python writes it.
+/// Formats a value as Python does.
 fn python(value: &Value) -> String {
     match value.kind() {
         ValueKind::None => "None".into(),
@@ -285,7 +285,7 @@ fn python(value: &Value) -> String {
     }
 }
 
-/// JSON as `json.dumps` of Python writes it, without escapes for HTML or for letters beyond ASCII.
+/// Writer of JSON in the form of Python's `json.dumps`, without escapes for HTML or non-ASCII letters.
 struct Json<'a> {
     out: String,
     budget: &'a Budget,
@@ -324,7 +324,7 @@ impl Json<'_> {
     }
 
     fn value(&mut self, value: &Value, depth: usize) -> Made<()> {
-        // Signs and line breaks come on top of what the values weigh.
+        // Punctuation and line breaks come on top of the counted bytes of the values.
         if self.out.len() > self.budget.value.saturating_mul(2) {
             return Err(refused("its JSON is too long"));
         }
@@ -390,7 +390,7 @@ fn to_json(budget: &Budget, value: &Value, indent: Option<usize>, kwargs: &Kwarg
         None => None,
     };
     let given: Option<Vec<String>> = kwargs.get("separators")?;
-    // As Python does: nothing after a comma that ends a line.
+    // As in Python, nothing follows a comma that ends a line.
     let usual = [if indent.is_some() { "," } else { ", " }.to_owned(), ": ".to_owned()];
     let separators = match given.as_deref() {
         None => usual,
@@ -406,7 +406,7 @@ fn to_json(budget: &Budget, value: &Value, indent: Option<usize>, kwargs: &Kwarg
     Ok(Value::from(json.out))
 }
 
-/// Replaces operators, filters and methods of `environment` by such as keep to `budget`.
+/// Replaces operators, filters and methods of `environment` by versions that respect `budget`.
 pub(super) fn install(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
     environment.set_fuel(Some(FUEL));
     environment.remove_global("debug");
@@ -487,7 +487,7 @@ pub(super) fn install(environment: &mut Environment<'_>, budget: &Arc<Budget>) {
     environment.add_filter("tojson", move |value: Value, indent: Option<usize>, kwargs: Kwargs| {
         to_json(&b, &value, indent, &kwargs)
     });
-    // These make a value of every letter.
+    // These can make a value of every letter.
     for name in ["list", "split", "lines"] {
         let b = budget.clone();
         let inner: fn(&mut State<'_, '_>, &[Value]) -> Made<Value> = match name {

@@ -1,15 +1,15 @@
-//! Conversations as the text a model was trained on: its own Jinja template, from GGUF metadata or from
+//! Rendering of conversations to the text a model was trained on, by its own Jinja template from GGUF metadata or
 //! `tokenizer_config.json`.
 //!
 //! The environment is that of Hugging Face's `apply_chat_template`: blocks are trimmed and stripped, loops have
-//! `break` and `continue`, strings and lists have their Python methods, `'%s' % x` formats, `tojson` writes what
-//! `json.dumps` does, `{% generation %}` marks what an assistant said and changes nothing, `raise_exception` refuses a
-//! conversation, `messages`, `add_generation_prompt`, `bos_token` and `eos_token` are defined, and `tools` and `documents`
-//! are none. The date is not defined: templates that ask for it say so with `is defined` and have a default.
+//! `break` and `continue`, strings and lists have their Python methods, `'%s' % x` formats, `tojson` writes like
+//! `json.dumps`, `{% generation %}` marks the assistant's text and changes nothing, `raise_exception` refuses a
+//! conversation, `messages`, `add_generation_prompt`, `bos_token` and `eos_token` are defined, and `tools` and
+//! `documents` are none. The date is not defined: templates that use it test it with `is defined` and have a default.
 //!
 //! A template is untrusted code. Its length and the length of its tags are limited before it is parsed, it runs on a
-//! thread with a stack of its own, its steps are counted, and so are the bytes of what it builds and writes and the seconds
-//! it runs (`limits.rs`; `rewrite.rs` puts a check before everything that grows). Past a limit it is an error.
+//! thread with its own stack, and its steps, the bytes it builds and writes, and its running time are limited
+//! (`limits.rs`; `rewrite.rs` puts a check before every operation that grows a value). Exceeding a limit is an error.
 
 mod limits;
 mod rewrite;
@@ -24,11 +24,11 @@ use minijinja::{AutoEscape, Environment, ErrorKind, Value, context};
 use serde::{Deserialize, Serialize};
 use std::sync::mpsc;
 
-/// Bytes that a template may have.
+/// Most bytes of a template.
 const SOURCE: usize = 512 << 10;
-/// Tokens between `{{` and `}}` or `{%` and `%}`: the parser and the compiler call themselves once for each.
+/// Most tokens between `{{` and `}}` or `{%` and `%}`: the parser and the compiler recurse once per token.
 const TAG: usize = 2048;
-/// Branches of all conditions, which nest as they follow one another.
+/// Most branches of all conditions; successive branches nest.
 const BRANCHES: usize = 2048;
 /// Stack of the thread that parses and runs a template.
 const STACK: usize = 256 << 20;
@@ -38,25 +38,25 @@ const NAME: &str = "chat";
 /// One turn of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// `system`, `user` or `assistant`, or what else a template knows.
+    /// `system`, `user`, `assistant`, or another role of the template.
     pub role: String,
     /// Text of the message.
     pub content: String,
 }
 
 impl Message {
-    /// A message of any role.
+    /// Creates a message of any role.
     pub fn new(role: impl Into<String>, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into() }
     }
 
-    /// A message of the user.
+    /// Creates a message of the user.
     pub fn user(content: impl Into<String>) -> Self {
         Self::new("user", content)
     }
 }
 
-/// A chat template that can be parsed.
+/// A chat template with valid syntax.
 #[derive(Clone, Debug)]
 pub struct ChatTemplate {
     source: String,
@@ -65,7 +65,7 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Parses `source`; `bos` and `eos` are the tokens it may put around texts, empty where there is none.
+    /// Parses `source`; `bos` and `eos` are the tokens it may put around texts, empty if there are none.
     pub fn new(source: &str, bos: &str, eos: &str) -> Result<Self> {
         if source.len() > SOURCE {
             let reason = format!("it has {} bytes; expected at most {SOURCE}", source.len());
@@ -79,7 +79,7 @@ impl ChatTemplate {
         Ok(template)
     }
 
-    /// The template of a model; an error if it has none.
+    /// Returns the template of a model; an error if it has none.
     pub fn of(model: &Model) -> Result<Self> {
         let source = model.chat_template.as_deref().ok_or_else(|| {
             Error::ChatTemplate("the model has none, so that it takes plain text only".into())
@@ -88,9 +88,9 @@ impl ChatTemplate {
         Self::new(source, &token(model.tokenizer.bos()), &token(model.tokenizer.eos()))
     }
 
-    /// The text of a conversation, ending with the opening of the assistant's turn if `answer` is set. Encode it
-    /// without adding special tokens: the template writes them. Special tokens that a message spells out are
-    /// recognised as such by the tokeniser, too.
+    /// Renders a conversation, ending with the opening of the assistant's turn if `answer` is set. Encode the result
+    /// without adding special tokens: the template writes them. The tokeniser also recognises special tokens that a
+    /// message spells out.
     pub fn render(&self, messages: &[Message], answer: bool) -> Result<String> {
         let (template, messages) = (self.clone(), messages.to_vec());
         apart(move || template.run(&messages, answer))
@@ -128,7 +128,7 @@ impl ChatTemplate {
 type Compiled<'a> = minijinja::machinery::Instructions<'a>;
 type Blocks<'a> = std::collections::BTreeMap<&'a str, Compiled<'a>>;
 
-/// Compiles a template, every growing expression checked, and hands it on.
+/// Compiles a template with checks on every growing expression, and passes it to `run`.
 fn with_instructions<T>(
     source: &str,
     run: impl for<'a> FnOnce(&Compiled<'a>, &Blocks<'a>) -> Result<T>,
@@ -146,12 +146,12 @@ fn syntax() -> Result<SyntaxConfig> {
     SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build().map_err(failed)
 }
 
-/// Runs `work` on a thread with a large stack. It is left alone when its time is over: its own clock ends it soon.
+/// Runs `work` on a thread with a large stack. After the time limit it is not awaited: its own clock ends it soon.
 fn apart<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -> Result<T> {
     let (send, receive) = mpsc::channel();
     let run = move || {
         let broken = || Err(Error::ChatTemplate("it is inconsistent".into()));
-        // Nobody waits any more if it took too long.
+        // The receiver is gone if the time limit passed.
         let _ = send.send(quiet::catch(work).unwrap_or_else(broken));
     };
     let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK).spawn(run);
@@ -161,7 +161,7 @@ fn apart<T: Send + 'static>(work: impl FnOnce() -> Result<T> + Send + 'static) -
     })
 }
 
-/// The template with the tags of `generation` blocks as conditions that hold, each as it deals with white space.
+/// Replaces the tags of `generation` blocks by conditions that are always true, with the same handling of white space.
 fn without_generation(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -183,7 +183,7 @@ fn without_generation(source: &str) -> String {
     out
 }
 
-/// An error if a tag is so long that parsing it could exhaust the stack.
+/// Fails if a tag is so long that parsing it could exhaust the stack.
 fn check_tags(source: &str) -> Result<()> {
     let (mut tag, mut branches) = (0, 0);
     for token in tokenize(source, false, syntax()?) {
@@ -347,7 +347,7 @@ mod tests {
 
     #[test]
     fn templates_render_as_in_transformers() {
-        // What Jinja 2 gives with the filters, tests and extensions of transformers.
+        // Results of Jinja 2 with the filters, tests and extensions of transformers.
         let cases = [
             ("{% generation %}\n  a{% endgeneration %}\nb", "  ab"),
             ("x {%- generation -%} a {%- endgeneration %} b", "xa b"),

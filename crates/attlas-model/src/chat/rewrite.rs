@@ -1,8 +1,8 @@
-//! A template's syntax tree with a check in front of everything that makes a larger value of smaller ones.
+//! Rewriting of a template's syntax tree: a check precedes every operation that makes a larger value from smaller ones.
 //!
-//! The engine counts steps, not bytes, and folds constants while it compiles. So operands of `~` and `+`, items of lists and
-//! maps, and inputs of filters become calls of [`OPERAND`], `*` and `%` become calls of functions of ours, and text between
-//! tags becomes an expression, so that the formatter sees every byte that is written.
+//! The engine counts steps, not bytes, and folds constants at compile time. Therefore operands of `~` and `+`, items of
+//! lists and maps, and inputs of filters become calls of [`OPERAND`]; `*` and `%` become calls of our own functions;
+//! and text between tags becomes an expression, which lets the formatter count every byte written.
 
 use minijinja::Value;
 use minijinja::machinery::ast::{
@@ -19,10 +19,10 @@ pub(super) const OPERAND: &str = "__attlas_operand";
 pub(super) const MUL: &str = "__attlas_mul";
 /// The operator `%`.
 pub(super) const REM: &str = "__attlas_rem";
-/// Returns its argument, if nothing in it can come to hold itself.
+/// Returns its argument, if nothing in it can contain itself.
 pub(super) const PLAIN: &str = "__attlas_plain";
 
-/// The statement with checks; the name of a statement that no chat template has use for, if it is one.
+/// Adds checks to a statement; fails with the name of a statement that chat templates do not need.
 pub(super) fn statement<'a>(s: &Stmt<'a>) -> Result<Stmt<'a>, &'static str> {
     Ok(match s {
         Stmt::Template(t) => Stmt::Template(at(t, Template { children: body(&t.children)? })),
@@ -80,7 +80,7 @@ pub(super) fn statement<'a>(s: &Stmt<'a>) -> Result<Stmt<'a>, &'static str> {
     })
 }
 
-/// A new node in the place of another.
+/// Makes a new node at the position of another.
 fn at<T, U>(old: &Spanned<T>, new: U) -> Spanned<U> {
     Spanned::new(new, old.span())
 }
@@ -101,7 +101,7 @@ fn call<'a>(place: &Expr<'a>, name: &'static str, args: Vec<Expr<'a>>) -> Expr<'
     Expr::Call(Spanned::new(Call { expr: function, args }, span))
 }
 
-/// An expression whose value becomes part of a larger one. Constants are no longer than the template.
+/// Wraps an expression whose value becomes part of a larger one. Constants are no longer than the template.
 fn operand<'a>(e: &Expr<'a>) -> Expr<'a> {
     if matches!(e, Expr::Const(_)) { expr(e) } else { call(e, OPERAND, vec![expr(e)]) }
 }
@@ -110,7 +110,7 @@ fn operands<'a>(list: &[Expr<'a>]) -> Vec<Expr<'a>> {
     list.iter().map(operand).collect()
 }
 
-/// Targets of an assignment: names, attributes and lists of them.
+/// Rewrites the targets of an assignment: names, attributes and lists of them.
 fn target<'a>(e: &Expr<'a>) -> Expr<'a> {
     match e {
         Expr::List(l) => Expr::List(at(l, List { items: l.items.iter().map(target).collect() })),
@@ -151,7 +151,7 @@ fn expr<'a>(e: &Expr<'a>) -> Expr<'a> {
             BinOpKind::Mul => call(e, MUL, vec![operand(&b.left), operand(&b.right)]),
             BinOpKind::Rem => call(e, REM, vec![operand(&b.left), operand(&b.right)]),
             BinOpKind::Add | BinOpKind::Concat => {
-                // Also around constants: folding would join them while the template is compiled.
+                // Constants are wrapped, too: folding would otherwise join them at compile time.
                 let side = |e: &Expr<'a>| call(e, OPERAND, vec![expr(e)]);
                 Expr::BinOp(at(b, BinOp { op: b.op, left: side(&b.left), right: side(&b.right) }))
             }

@@ -1,4 +1,4 @@
-//! The tensors of a checkpoint in factored form, by name, and what its section says of them.
+//! The tensors of a checkpoint in factored form, by name, and their entries in its section.
 
 use super::elements::Elements;
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// Tensors to write and what the section says of them.
+/// Tensors to write and their entries in the section.
 #[derive(Default)]
 pub(super) struct Contents<'a> {
     pub(super) tensors: Vec<(String, Cow<'a, Tensor>)>,
@@ -51,7 +51,7 @@ impl<'a> Contents<'a> {
         }
     }
 
-    /// The name under which shared numbers are written, and whether this is the first time.
+    /// Returns the name under which shared numbers are written, and true the first time.
     fn share(&mut self, address: usize) -> (String, bool) {
         let next = format!("attlas.factor.{}", self.shared.len());
         let name = self.shared.entry(address).or_insert_with(|| next.clone()).clone();
@@ -62,9 +62,9 @@ impl<'a> Contents<'a> {
     pub(super) fn factor(&mut self, factor: &Factor, elements: Elements) -> Result<FactorSpec> {
         let Factor { values, transposed, slices } = factor;
         let (transposed, slices) = (*transposed, *slices);
-        // Blocks run along rows: what is transposed when it is read is better kept as numbers.
+        // Blocks run along rows: a matrix that is read transposed is stored as plain numbers instead.
         let matrix = if elements == Elements::Q8 && transposed { Elements::F16 } else { elements };
-        // Weights of mixtures and diagonals are few.
+        // Mixtures and diagonals have few weights.
         let exact = Elements::F32;
         let write =
             |this: &mut Self, address: usize, shape: Vec<usize>, data: Cow<'_, [f32]>, e: Elements| {
@@ -91,7 +91,7 @@ impl<'a> Contents<'a> {
                 let (height, width) = cores.first().map_or((0, 0), |c| (c.rows(), c.cols()));
                 let all: Vec<f32> = cores.iter().flat_map(|c| c.data()).copied().collect();
                 let shape = vec![cores.len(), height, width];
-                // Mixed when they are read, so quantised blocks would gain nothing but error.
+                // They are mixed when read: quantised blocks would only add error.
                 let e = if elements == Elements::Q8 { Elements::F16 } else { elements };
                 let cores = write(self, Arc::as_ptr(cores) as usize, shape, Cow::Owned(all), e)?;
                 let (address, shape) = mat(weights);

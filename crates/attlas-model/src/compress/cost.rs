@@ -5,8 +5,8 @@ use crate::model::Model;
 use crate::weights::Weights;
 use attlas::Mask;
 
-/// Operations that the model spends on a token that sees `context` tokens, itself included: one multiply-add is two.
-/// Maps that begin with the same factor compute it once, as they do when they run.
+/// Counts the operations for a token that attends to `context` tokens, itself included; one multiply-add counts two.
+/// Maps that begin with the same factor compute it once, as in a run.
 pub fn flops_per_token(model: &Model, context: usize) -> u64 {
     let c = &model.config;
     let context = context.max(1);

@@ -1,4 +1,4 @@
-//! How numbers of new matrices are stored.
+//! Element types of new matrices.
 
 use crate::error::{Error, Result};
 use crate::model::Model;
@@ -13,14 +13,14 @@ pub enum Elements {
     F32,
     /// Half precision.
     F16,
-    /// The upper half of a single.
+    /// Upper 16 bits of single precision.
     Bf16,
-    /// 8 bits and a scale for 32 numbers; half precision where rows are no multiple of 32 or a matrix is used transposed.
+    /// 8 bits, and a scale per 32 numbers; half precision if rows are no multiple of 32 or a matrix is used transposed.
     Q8,
 }
 
 impl Elements {
-    /// Its name.
+    /// Returns its name.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",
@@ -30,7 +30,7 @@ impl Elements {
         }
     }
 
-    /// The type nearest to that of most numbers in the layers of a model: 8 bits where those are quantised.
+    /// Returns the type nearest to that of most numbers in a model's layers: 8 bits if those are quantised.
     pub fn of(model: &Model) -> Self {
         let mut counts = [Self::F32, Self::F16, Self::Bf16, Self::Q8].map(|e| (0, e));
         let mut count = |m: &Tensor| {
@@ -50,7 +50,7 @@ impl Elements {
         }
     }
 
-    /// Whether a matrix of this format takes more bytes than in these elements.
+    /// Returns true if a matrix of this format takes more bytes than in these elements.
     pub(crate) fn narrower_than(self, format: Format) -> bool {
         let bytes = |e| match e {
             Self::F32 => 4,
@@ -60,7 +60,7 @@ impl Elements {
         bytes(self) < bytes(Self::like(format))
     }
 
-    /// Numbers in this form. An error if one is too large for it or is not finite.
+    /// Encodes numbers in this type. Fails if one is too large for it or not finite.
     pub(crate) fn encode(self, name: &str, values: &[f32], shape: Vec<usize>) -> Result<Tensor> {
         let most = match self {
             Self::F32 => f32::MAX,
@@ -88,7 +88,7 @@ impl Elements {
     }
 }
 
-/// 32 numbers as a scale and 8 bits each, as in GGUF's Q8_0.
+/// Encodes 32 numbers as a scale and 8 bits each, as in GGUF's Q8_0.
 fn block(values: &[f32]) -> [u8; 34] {
     let largest = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
     let scale = half::f16::from_f32(largest / 127.0);

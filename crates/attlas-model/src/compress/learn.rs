@@ -17,18 +17,18 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Second moments of what enters the matrices of a model on a text, and how much its predictions lose by errors of
-/// their outputs, where that was measured.
+/// Second moments of the inputs of a model's matrices on a text, and, if measured, the sensitivity of its predictions
+/// to errors of their outputs.
 #[derive(Clone, Debug, Default)]
 pub struct Learnt {
     moments: BTreeMap<(usize, Input), Arc<Moments>>,
-    /// Nats a token for each unit of relative squared error of the outputs, by matrix.
+    /// Nats per token for each unit of relative squared error of the outputs, by matrix.
     pub sensitivity: BTreeMap<Slot, f64>,
     /// Tokens that were read.
     pub tokens: usize,
 }
 
-/// The inputs of a matrix.
+/// Returns the input of a matrix.
 fn input(role: Role) -> Input {
     match role {
         Role::Query | Role::Key | Role::Value => Input::Attention,
@@ -39,14 +39,14 @@ fn input(role: Role) -> Input {
 }
 
 impl Learnt {
-    /// Moments of the inputs of a matrix.
+    /// Returns the moments of a matrix's inputs.
     pub fn moments(&self, slot: Slot) -> Option<&Arc<Moments>> {
         self.moments.get(&(slot.layer, input(slot.role)))
     }
 
-    /// Reads `tokens` in windows of `window`, each a text of its own, and keeps moments of what enters the matrices of
-    /// these layers and roles, all by default. An encoder reads `texts` instead. `progress` receives how many tokens or texts
-    /// of how many are done.
+    /// Reads `tokens` in separate windows of `window` and collects moments of the inputs of the matrices with these
+    /// layers and roles, all by default. An encoder reads `texts` instead. `progress` receives tokens or texts done,
+    /// and their total.
     pub fn read(
         model: &Arc<Model>,
         text: Calibration<'_>,
@@ -77,7 +77,7 @@ impl Learnt {
                 let mut hidden = Vec::new();
                 for (i, part) in tokens.chunks(window).enumerate() {
                     decoder.reset();
-                    // The last layer runs to its end only where its rows are wanted.
+                    // The last layer runs to its end only if its rows are used.
                     decoder.forward_observed(part, Rows::Last, &mut hidden, &mut collector)?;
                     progress((i * window + part.len()).min(tokens.len()), tokens.len());
                 }
@@ -90,7 +90,7 @@ impl Learnt {
                     if stop.load(Ordering::Relaxed) {
                         return Err(Error::Interrupted);
                     }
-                    // One by one, so that nothing is padding.
+                    // One by one: no padding arises.
                     let batch = Batch::new(&[text])?;
                     let plans = encoder.plans(&batch, registry::baseline(), &Options::new())?;
                     let add = |l: usize, i: Input, x: &[f32]| threads.install(|_| collector.add(l, i, x));
@@ -140,7 +140,7 @@ impl Sums {
         Self { gram: Mat::zeros(width, width), sum: vec![0.0; width], rows: 0 }
     }
 
-    /// Adds rows of the width. Products of a few hundred rows are summed in single precision, those in double.
+    /// Adds rows of the width. Products of a few hundred rows are summed in single precision, and these sums in double.
     fn add(&mut self, x: &[f32]) {
         let width = self.sum.len();
         if width == 0 {
@@ -184,7 +184,7 @@ impl Sums {
     }
 }
 
-/// Collects moments of the places that are wanted.
+/// Collects moments of the selected matrices' inputs.
 struct Collector<'a> {
     sums: BTreeMap<(usize, Input), Sums>,
     stop: &'a AtomicBool,

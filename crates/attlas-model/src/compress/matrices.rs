@@ -1,4 +1,4 @@
-//! A model as conversions see it.
+//! The view of a model for conversions.
 
 use super::learn::Learnt;
 use crate::error::{Error, Result};
@@ -24,7 +24,7 @@ pub(super) struct Matrices<'a> {
 }
 
 impl<'a> Matrices<'a> {
-    /// An error if the model is already in factored form.
+    /// Creates the list; fails if the model is already in factored form.
     pub(super) fn new(model: &'a Model) -> Result<Self> {
         if model.weights.has_products() || model.weights.has_other_attention() {
             let what = "compressing a model that is already in another form".into();
@@ -41,7 +41,7 @@ impl<'a> Matrices<'a> {
         self.model.weights.maps_of(slot.layer)?[slot.role as usize]
     }
 
-    /// For each row of the matrix as Hugging Face orders it, which stored row it is; `None` where all are in place.
+    /// Returns for each row in Hugging Face's order the index of its stored row; `None` if the orders agree.
     fn order(&self, slot: Slot) -> Option<Vec<usize>> {
         let c = &self.model.config;
         let heads = match slot.role {
@@ -52,7 +52,7 @@ impl<'a> Matrices<'a> {
         pair_order(c, Layout::Half, heads)
     }
 
-    /// The stored tensor with its rows in order, and the bias.
+    /// Returns the stored tensor with its rows in order, and the bias.
     pub(super) fn stored(&self, slot: Slot) -> Option<(Cow<'a, Tensor>, Option<Vec<f32>>)> {
         let map = self.linear(slot)?;
         let Some(order) = self.order(slot) else {
@@ -62,7 +62,7 @@ impl<'a> Matrices<'a> {
         Some((Cow::Owned(tensor), map.bias().map(|b| order.iter().map(|&r| b[r]).collect())))
     }
 
-    /// The name of a map, without `.weight`.
+    /// Returns the name of a map, without `.weight`.
     pub(super) fn name(&self, slot: Slot) -> String {
         if self.model.config.architecture.is_encoder() {
             let n = &HF_ENCODER;

@@ -1,9 +1,9 @@
-//! A model with its matrices in factored form: conversions of the registry applied to a checkpoint, and what they make of
-//! it written as a folder that [`Model::open`] reads and runs on the factors.
+//! Models in factored form: applies conversions of the registry to a checkpoint and writes the result as a folder that
+//! [`Model::open`] reads and runs on the factors.
 //!
-//! The mathematics is that of [`attlas::conversions`]; this module shows a model to it as a list of matrices, writes the
-//! result in the form of [`factored`](crate::factored), and counts. Tensors that a conversion leaves alone are written as
-//! they are, quantised blocks included, so that a comparison shows the conversion and nothing else.
+//! The mathematics is that of [`attlas::conversions`]; this module presents a model as a list of matrices, writes the
+//! result in the form of [`factored`](crate::factored), and counts operations. Unchanged tensors are written as stored,
+//! including quantised blocks: a comparison shows only the effect of the conversion.
 
 mod contents;
 mod cost;
@@ -37,18 +37,18 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The model that a conversion made.
+/// The result of a conversion.
 #[derive(Clone, Debug)]
 pub struct Compressed<'a> {
     model: &'a Model,
     conversion: &'static Conversion,
     options: Options,
-    /// The maps and layers that take the place of others.
+    /// The maps and layers that replace others.
     pub rewritten: Rewritten,
 }
 
-/// Applies a conversion to a model, to the layers and matrices given or those that it chooses. `progress` receives how many
-/// parts of how many are done.
+/// Applies a conversion to the given layers and matrices of a model, or to those that it chooses. `progress` receives
+/// parts done and parts in all.
 pub fn compress<'a>(
     model: &'a Model,
     conversion: &'static Conversion,
@@ -60,7 +60,7 @@ pub fn compress<'a>(
     compress_seen(model, conversion, options, layers, roles, None, progress)
 }
 
-/// The same for inputs such as those of a calibration text.
+/// Applies a conversion fitted to inputs like those of a calibration text.
 pub fn compress_seen<'a>(
     model: &'a Model,
     conversion: &'static Conversion,
@@ -79,25 +79,25 @@ pub fn compress_seen<'a>(
     Ok(Compressed { model, conversion, options: options.clone(), rewritten })
 }
 
-/// Outputs and inputs of a matrix, where the model has it; an error if its matrices cannot be factored.
+/// Returns outputs and inputs of a matrix, if the model has it; an error if its matrices cannot be factored.
 pub fn size(model: &Model, slot: Slot) -> Result<Option<(usize, usize)>> {
     Ok(Matrices::new(model)?.size(slot))
 }
 
 impl<'a> Compressed<'a> {
-    /// The model as it is, to which parts can be [added](Self::add).
+    /// Wraps the unchanged model, to which parts can be [added](Self::add).
     pub fn unchanged(model: &'a Model, conversion: &'static Conversion, options: &Options) -> Result<Self> {
         Matrices::new(model)?;
         Ok(Self { model, conversion, options: options.clone(), rewritten: Rewritten::default() })
     }
 
-    /// Takes over what the same conversion made of other matrices of the model.
+    /// Adds results of the same conversion for other matrices of the model.
     pub fn add(&mut self, other: Rewritten) {
         self.rewritten.extend(other);
     }
 
-    /// Writes the folder, which must not exist yet: configuration, weights, and what texts are tokenised with; or a GGUF
-    /// file by that name, where factors are multiplied out. It appears whole or not at all.
+    /// Writes the folder, which must not exist yet: configuration, weights and tokeniser; or, by its name, a GGUF file
+    /// with the factors multiplied out. It appears whole or not at all.
     pub fn write(&self, path: &Path, elements: Elements) -> Result<()> {
         let folder = Folder::create(path)?;
         if export::is_gguf(path) {
@@ -116,8 +116,8 @@ impl<'a> Compressed<'a> {
         folder.finish()
     }
 
-    /// The model that [`Model::open`] makes of the folder that [`write`](Self::write) writes, without a folder. What was
-    /// left alone is shared with the source.
+    /// Returns the model that [`Model::open`] would read from the folder of [`write`](Self::write), without writing it.
+    /// Unchanged parts are shared with the source.
     pub fn model(&self, elements: Elements) -> Result<Model> {
         let (contents, section) = self.contents(elements)?;
         let mut tensors = Tensors::default();
@@ -138,7 +138,7 @@ impl<'a> Compressed<'a> {
         })
     }
 
-    /// All tensors of the checkpoint, and the section that says what they are good for.
+    /// Returns all tensors of the checkpoint, and the section that describes their use.
     fn contents(&self, elements: Elements) -> Result<(Contents<'a>, Section)> {
         let matrices = Matrices { model: self.model, learnt: None };
         let mut contents = Contents::default();
@@ -187,7 +187,7 @@ impl<'a> Compressed<'a> {
         Ok((contents, section))
     }
 
-    /// The weights of a layer whose attention is another one now.
+    /// Adds the weights of a layer whose attention was replaced.
     fn attention(
         &self,
         layer: usize,
@@ -208,7 +208,7 @@ impl<'a> Compressed<'a> {
                 }
                 Weight::New(dense) => {
                     let name = format!("attlas.attention.{layer}.{weight}");
-                    // A few numbers a head that multiply everything else.
+                    // A few numbers per head that scale everything else stay exact.
                     let few = dense.weight.cols() == 1;
                     contents.dense(&name, dense, if few { Elements::F32 } else { elements })?;
                     name

@@ -1,4 +1,4 @@
-//! The `config.json` of a model in factored form, but for what is factored.
+//! The `config.json` of a model in factored form, without the section on factors.
 
 use crate::config::{Architecture, ModelConfig};
 use crate::error::{Error, Result};
@@ -7,7 +7,7 @@ use crate::weights::Weights;
 use attlas_num::rope::{Rope, Scaling};
 use serde_json::{Value as Json, json};
 
-/// A `config.json` that describes the model; an error if it has no place for something.
+/// Returns a `config.json` that describes the model; an error if it cannot express some property.
 pub(super) fn config_json(model: &Model) -> Result<Json> {
     let c = &model.config;
     let mut json = json!({

@@ -1,12 +1,12 @@
-//! The families of models, and what distinguishes them, as data.
+//! The families of models and their differences, as data.
 
 use crate::error::{Error, Result};
 use attlas_num::rope::Layout;
 
-/// The families of models that are read.
+/// The supported families of models.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
-    /// Llama 2 and 3, SmolLM2, and everything else that calls itself so.
+    /// Llama 2 and 3, SmolLM2, and other models of that name.
     Llama,
     /// Llama with a sliding window.
     Mistral,
@@ -26,15 +26,15 @@ pub enum Architecture {
     Olmo2,
     /// Granite 3: Llama with four multipliers.
     Granite,
-    /// SmolLM 3: Llama with layers that do not rotate.
+    /// SmolLM 3: Llama with some layers without rotation.
     SmolLm3,
     /// GLM 4: norms before and after, partial rotation of neighbouring pairs.
     Glm4,
-    /// Gemma 2: norms before and after, capped logits, every other layer through a window.
+    /// Gemma 2: norms before and after, capped logits, every other layer with a window.
     Gemma2,
-    /// Gemma 3, text: norms of heads, two rotary bases, most layers through a window.
+    /// Gemma 3, text: norms of heads, two rotary bases, most layers with a window.
     Gemma3,
-    /// gpt-oss: experts of four bits, one more logit for each head, every other layer through a window.
+    /// gpt-oss: experts of four bits, an extra logit per head, every other layer with a window.
     GptOss,
     /// Encoders with learned positions.
     Bert,
@@ -44,8 +44,8 @@ pub enum Architecture {
     DeepseekV3,
 }
 
-/// `model_type` of a DeepSeek-V3 whose feed-forward layers have biases: a name of its own, because the class of transformers
-/// would leave them out.
+/// `model_type` of a DeepSeek-V3 whose feed-forward layers have biases: a separate name, because the class of
+/// transformers would ignore them.
 pub(crate) const MLP_BIAS_NAME: &str = "deepseek_v3_mlp_bias";
 
 /// Gate of the feed-forward layer.
@@ -55,11 +55,11 @@ pub enum Activation {
     Silu,
     /// $z\,\Phi(z)$, by its usual approximation with a hyperbolic tangent.
     Gelu,
-    /// $\min(z, l) / (1 + e^{-\alpha \min(z, l)})$ with $1 + u$, clamped to $\pm l$, as what is gated.
+    /// $\min(z, l) / (1 + e^{-\alpha \min(z, l)})$, which gates $1 + u$ with $u$ clamped to $\pm l$.
     Clamped {
         /// Slope of the sigmoid.
         alpha: f32,
-        /// Where both parts are clamped.
+        /// Clamping limit of both parts.
         limit: f32,
     },
 }
@@ -69,28 +69,28 @@ pub enum Activation {
 pub(crate) struct Traits {
     /// `model_type` in `config.json`.
     pub(crate) name: &'static str,
-    /// `general.architecture` in GGUF files; `None` where llama.cpp has no name of its own for it.
+    /// `general.architecture` in GGUF files; `None` if llama.cpp has no name of its own for it.
     pub(crate) gguf: Option<&'static str>,
-    /// Whether queries, keys and values must have biases.
+    /// True if queries, keys and values must have biases.
     pub(crate) biased: bool,
     pub(crate) head_norm: HeadNorm,
     pub(crate) norms: Norms,
-    /// Queries, keys and values are rows of one matrix, and so are gate and up.
+    /// True if queries, keys and values are rows of one matrix; the next field says the same of gate and up.
     pub(crate) fused_qkv: bool,
     pub(crate) fused_gate_up: bool,
-    /// Where the parts of a rotated pair lie in a Hugging Face folder, and in a GGUF file.
+    /// Layout of rotated pairs in a Hugging Face folder, and in a GGUF file.
     pub(crate) layouts: [Layout; 2],
     pub(crate) windows: Windows,
     /// Period of the layers that do not rotate; 0 if all do.
     pub(crate) unrotated_step: usize,
     pub(crate) experts: Option<ExpertNames>,
-    /// Of feed-forward layers.
+    /// Activation of feed-forward layers.
     pub(crate) activation: Activation,
-    /// Hugging Face folders store what the weights of norms are beyond one.
+    /// True if Hugging Face folders store the weights of norms minus one.
     pub(crate) norms_beyond_one: bool,
-    /// Embeddings are multiplied by the root of the width.
+    /// True if embeddings are multiplied by the root of the width.
     pub(crate) scaled_embedding: bool,
-    /// Every head has a logit of its own beside those of the keys.
+    /// True if every head has an extra logit beside those of the keys.
     pub(crate) sinks: bool,
 }
 
@@ -98,13 +98,13 @@ pub(crate) struct Traits {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HeadNorm {
     None,
-    /// Of each head by itself.
+    /// Of each head separately.
     EachHead,
     /// Of all heads together.
     AllHeads,
 }
 
-/// Where a layer has norms.
+/// Positions of a layer's norms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Norms {
     /// Before attention and before the feed-forward layer.
@@ -113,13 +113,13 @@ pub(crate) enum Norms {
     After,
     /// Before and after each of them.
     Around,
-    /// The same by the names of Gemma.
+    /// As `Around`, with the names of Gemma.
     Sandwich,
-    /// As `Before`, by the names of gpt-oss.
+    /// As `Before`, with the names of gpt-oss.
     BeforeEach,
 }
 
-/// When the key `sliding_window` counts.
+/// Conditions under which the key `sliding_window` applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Windows {
     Never,
@@ -169,7 +169,7 @@ impl Traits {
         scaled_embedding: false,
         sinks: false,
     };
-    /// As Llama, with rows as they are.
+    /// As Llama, without permuted rows.
     const IN_PLACE: Self = Self { layouts: [Layout::Half, Layout::Half], ..Self::LLAMA };
 }
 
@@ -196,7 +196,7 @@ impl Architecture {
         Self::DeepseekV3,
     ];
 
-    /// Its traits.
+    /// Returns its traits.
     pub(crate) const fn traits(self) -> Traits {
         let llama = Traits::LLAMA;
         let in_place = Traits::IN_PLACE;
@@ -205,7 +205,7 @@ impl Architecture {
             Self::Mistral => {
                 Traits { name: "mistral", gguf: Some("mistral"), windows: Windows::Always, ..llama }
             }
-            // In GGUF files it is a Llama that has experts.
+            // In GGUF files it is a Llama with experts.
             Self::Mixtral => Traits {
                 name: "mixtral",
                 gguf: None,
@@ -324,12 +324,12 @@ impl Architecture {
         }
     }
 
-    /// Its name in `config.json`, which most GGUF files use, too.
+    /// Returns its name in `config.json`, which most GGUF files use, too.
     pub fn name(self) -> &'static str {
         self.traits().name
     }
 
-    /// The architecture of that name in `config.json`.
+    /// Returns the architecture called `name` in `config.json`.
     pub fn find(name: &str) -> Result<Self> {
         if name == MLP_BIAS_NAME {
             return Ok(Self::DeepseekV3);
@@ -344,7 +344,7 @@ impl Architecture {
         })
     }
 
-    /// The architecture of that name in a GGUF file.
+    /// Returns the architecture called `name` in a GGUF file.
     pub fn find_gguf(name: &str) -> Result<Self> {
         let named = |a: &Self| a.traits().gguf;
         Self::ALL.into_iter().find(|a| named(a) == Some(name)).ok_or_else(|| {
@@ -353,12 +353,12 @@ impl Architecture {
         })
     }
 
-    /// Whether it is an encoder: no causal mask, no rotary embedding.
+    /// Returns true if it is an encoder: no causal mask, no rotary embedding.
     pub fn is_encoder(self) -> bool {
         self == Self::Bert
     }
 
-    /// Whether its layers attend through a latent.
+    /// Returns true if its layers attend through a latent.
     pub fn is_latent(self) -> bool {
         matches!(self, Self::DeepseekV2 | Self::DeepseekV3)
     }

@@ -6,7 +6,7 @@ use crate::gguf::{Gguf, Value};
 use attlas_num::rope::{LongRope, Yarn};
 
 impl ModelConfig {
-    /// From the metadata of a GGUF file.
+    /// Reads the configuration from the metadata of a GGUF file.
     pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let missing = |key: &str| Error::MissingKey { key: key.to_owned() };
         let name = gguf.text("general.architecture")?.ok_or_else(|| missing("general.architecture"))?;
@@ -34,7 +34,7 @@ impl ModelConfig {
             Some(n) if !architecture.is_latent() => n,
             _ => n_heads,
         };
-        // Newer files of latent attention keep the widths of heads under names of their own.
+        // Newer files with latent attention store the widths of heads under separate names.
         let width = |suffix: &str| match gguf.integer(&key(&format!("attention.{suffix}_mla")))? {
             Some(d) if architecture.is_latent() => Ok(Some(d)),
             _ => gguf.integer(&key(&format!("attention.{suffix}"))),
@@ -144,7 +144,8 @@ impl ModelConfig {
             let gemma = traits.scaled_embedding;
             let query = match gguf.number(&key("attention.scale"))? {
                 Some(scale) if gemma => scale * (head_dim as f64).sqrt(),
-                // The two models of 27 billion parameters divide by the width of the stream over the number of heads.
+                // The two models with 27 billion parameters use the width of the residual stream over the number of
+                // heads.
                 None if gemma
                     && matches!(
                         (architecture, n_layers),
@@ -210,7 +211,7 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
-    /// Takes the two sets of divisors of LongRoPE from the tensors they are kept in, where there are any.
+    /// Reads the two sets of LongRoPE divisors from their tensors, if there are any.
     pub(crate) fn set_long_rope(&mut self, gguf: &Gguf, tensors: &Tensors) -> Result<()> {
         let Some(rope) = &mut self.rope else { return Ok(()) };
         let list = |name: &str| -> Option<Vec<f64>> {
@@ -235,7 +236,7 @@ impl ModelConfig {
     }
 }
 
-/// A number that a file gives once or for each layer.
+/// Reads a number that a file gives once or per layer.
 fn per_layer(gguf: &Gguf, key: &str) -> Result<Option<usize>> {
     let Some(Value::Array(array)) = gguf.get(key) else { return gguf.integer(key) };
     let all = array.to_integers().unwrap_or_default();
@@ -249,7 +250,7 @@ fn per_layer(gguf: &Gguf, key: &str) -> Result<Option<usize>> {
     }
 }
 
-/// For each layer, whether it looks through a window: all but every n-th, unless the file names them one by one.
+/// Returns for each layer true if it has a window: all but every n-th, unless the file lists them.
 fn window_pattern(gguf: &Gguf, key: &str, step: usize, n_layers: usize) -> Result<Vec<bool>> {
     let n_layers = n_layers.min(MAX_LAYERS);
     let every = |step: usize| (1..=n_layers).map(|l| step == 0 || !l.is_multiple_of(step)).collect();
@@ -281,12 +282,12 @@ fn gguf_scaling(gguf: &Gguf, key: &impl Fn(&str) -> String, architecture: Archit
             yarn.attention_factor =
                 number("attn_factor")?.map(|f| f * Yarn::new(yarn.factor, original).magnitude());
             if architecture.is_latent() {
-                // The magnitude of DeepSeek is in the scale of the softmax alone.
+                // DeepSeek applies the magnitude only in the scale of the softmax.
                 let slope = number("yarn_log_multiplier")?.map_or(0.0, |m| 10.0 * m);
                 (yarn.mscale, yarn.mscale_all_dim) = (Some(slope), Some(slope));
                 yarn.attention_factor = None;
             }
-            // As the model was made, which llama.cpp rounds.
+            // As in the original model; llama.cpp rounds.
             yarn.truncate = architecture != Architecture::GptOss;
             Ok(Scaling::Yarn(yarn))
         }

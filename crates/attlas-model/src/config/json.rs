@@ -5,7 +5,7 @@ use attlas_num::rope::{LongRope, Yarn};
 use serde_json::Value as Json;
 
 impl ModelConfig {
-    /// From the text of a `config.json`.
+    /// Parses the text of a `config.json`.
     pub fn from_json(text: &[u8]) -> Result<Self> {
         let json: Json = serde_json::from_slice(text)?;
         let keys = Keys(&json);
@@ -155,8 +155,8 @@ fn json_activation(keys: &Keys<'_>, usual: Activation) -> Result<Activation> {
     Ok(Activation::Clamped { alpha: read("swiglu_alpha", alpha)?, limit: read("swiglu_limit", limit)? })
 }
 
-/// Newer files keep everything rotary under `rope_parameters`, for each kind of layer where they differ, older ones the
-/// base beside `rope_scaling`, which layers with a window have no part in.
+/// Reads the rotary embedding. Newer files have all of it under `rope_parameters`, per kind of layer if kinds differ;
+/// older ones have the base beside `rope_scaling`, which does not apply to layers with a window.
 fn json_rope(keys: &Keys<'_>, head_dim: usize, max_positions: usize, kind: &str) -> Result<Rope> {
     let nested = keys.get("rope_parameters").or_else(|| keys.get("rope_scaling"));
     let nested = match nested.and_then(|n| n.get(kind)) {
@@ -238,7 +238,7 @@ fn json_rope(keys: &Keys<'_>, head_dim: usize, max_positions: usize, kind: &str)
     Ok(Rope { dim: (head_dim as f64 * partial) as usize, base, layout: Layout::Half, scaling })
 }
 
-/// Sizes of latent attention.
+/// Reads the sizes of latent attention.
 fn json_latent(keys: &Keys<'_>) -> Result<LatentConfig> {
     Ok(LatentConfig {
         rank: keys.need("kv_lora_rank")?,
@@ -248,7 +248,7 @@ fn json_latent(keys: &Keys<'_>) -> Result<LatentConfig> {
     })
 }
 
-/// How experts are chosen, where a layer has any.
+/// Reads the choice of experts, if layers have any.
 fn json_experts(
     keys: &Keys<'_>,
     architecture: Architecture,
@@ -297,7 +297,7 @@ fn json_experts(
             let shared = keys.integer("n_shared_experts")?.unwrap_or(0);
             e.shared_width = shared.saturating_mul(width);
             e.factor = keys.number("routed_scaling_factor")?.unwrap_or(1.0);
-            // Earlier files leave it out where every layer has experts.
+            // Earlier files omit it if every layer has experts.
             let dense = keys.integer("first_k_dense_replace")?.unwrap_or(0);
             let step = keys.integer("moe_layer_freq")?.unwrap_or(1).max(1);
             e.layers = (0..n_layers).map(|i| i >= dense && i.is_multiple_of(step)).collect();
@@ -365,14 +365,14 @@ fn json_unrotated(keys: &Keys<'_>, usual: usize, n_layers: usize) -> Result<Vec<
     Ok((0..n_layers).filter(|&l| list[l] == 0).collect())
 }
 
-/// Which layers look through a window.
+/// Returns the window of each layer.
 fn json_windows(keys: &Keys<'_>, architecture: Architecture, n_layers: usize) -> Result<Vec<Option<usize>>> {
     let width = keys.integer("sliding_window")?.filter(|&w| w > 0);
     let always = architecture.traits().windows == Windows::Always;
     let used = match architecture.traits().windows {
         Windows::Never => false,
         Windows::Always => true,
-        // These have a width even where it is switched off.
+        // These have a width even if windows are switched off.
         Windows::Switched => keys.boolean("use_sliding_window")?.unwrap_or(false),
         Windows::Alternating(_) => true,
     };

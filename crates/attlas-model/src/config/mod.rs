@@ -14,7 +14,7 @@ use attlas::layer::LayerShape;
 use attlas_num::rope::{Layout, Rope, Scaling};
 use serde_json::Value as Json;
 
-/// How tokens choose experts, and how wide these are.
+/// Choice and widths of experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertConfig {
     /// Experts of a layer.
@@ -25,9 +25,9 @@ pub struct ExpertConfig {
     pub width: usize,
     /// Width of the expert of every token; 0 if there is none.
     pub shared_width: usize,
-    /// From the router's logits to scores.
+    /// Function from the router's logits to scores.
     pub scores: Scores,
-    /// Whether the weights of the chosen experts are divided by their sum.
+    /// True if the weights of the chosen experts are divided by their sum.
     pub normalised: bool,
     /// Factor of the weights.
     pub factor: f64,
@@ -35,29 +35,29 @@ pub struct ExpertConfig {
     pub groups: usize,
     /// Groups among which a token chooses its experts.
     pub groups_per_token: usize,
-    /// For each layer, whether it has experts.
+    /// For each layer, true if it has experts.
     pub layers: Vec<bool>,
 }
 
-/// From the logits of a router to the scores of experts.
+/// Function from the logits of a router to the scores of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scores {
-    /// They sum to one. A group is as good as its best expert.
+    /// Softmax: scores sum to one. A group's score is that of its best expert.
     Softmax,
-    /// Each by itself. A group is as good as its two best experts together.
+    /// Sigmoid of each logit. A group's score is the sum of its two best experts'.
     Sigmoid,
 }
 
-/// Constants that some families multiply with.
+/// Constant multipliers of some families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Multipliers {
-    /// Of embeddings.
+    /// Multiplier of embeddings.
     pub embedding: f32,
-    /// Of what a layer adds to the residual stream.
+    /// Multiplier of a layer's contribution to the residual stream.
     pub residual: f32,
-    /// Of queries: what the scale of the softmax has beyond one over the root of the head's width.
+    /// Multiplier of queries: the scale of the softmax times the root of the head's width.
     pub query: f32,
-    /// Of logits.
+    /// Multiplier of logits.
     pub logit: f32,
 }
 
@@ -72,7 +72,7 @@ impl Default for Multipliers {
 pub struct LatentConfig {
     /// Width of the latent of keys and values.
     pub rank: usize,
-    /// Width of the latent of queries, where there is one.
+    /// Width of the latent of queries, if there is one.
     pub rank_q: Option<usize>,
     /// Features of a head that are not rotated; the rotated ones follow them.
     pub nope: usize,
@@ -83,7 +83,7 @@ pub struct LatentConfig {
 /// The description of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Which family.
+    /// Family of the model.
     pub architecture: Architecture,
     /// Width of the residual stream.
     pub hidden: usize,
@@ -97,34 +97,34 @@ pub struct ModelConfig {
     pub n_kv_heads: usize,
     /// Width of a head: of its queries and keys.
     pub head_dim: usize,
-    /// Sizes of latent attention, where the family has it.
+    /// Sizes of latent attention, if the family has it.
     pub latent: Option<LatentConfig>,
     /// Number of tokens known.
     pub vocab: usize,
-    /// Longest context the model was made for.
+    /// Longest context the model was trained for.
     pub max_positions: usize,
     /// Added under the root of every norm.
     pub norm_eps: f64,
     /// Rotary embedding of queries and keys; encoders have none.
     pub rope: Option<Rope>,
-    /// That of layers with a window, where it is another one.
+    /// Rotary embedding of layers with a window, if it differs.
     pub local_rope: Option<Rope>,
     /// Layers whose queries and keys are not rotated, in order.
     pub unrotated: Vec<usize>,
-    /// How experts are chosen, where there are any.
+    /// Choice of experts, if there are any.
     pub experts: Option<ExpertConfig>,
     /// Constants of the family.
     pub multipliers: Multipliers,
-    /// For each layer, how many keys back a query sees, itself included; `None` is all.
+    /// For each layer, the window in keys, including the query's own; `None` is all.
     pub windows: Vec<Option<usize>>,
     /// Gate of the feed-forward layers.
     pub activation: Activation,
-    /// Caps the logits of attention smoothly, where the family does.
+    /// Soft cap of the logits of attention, if the family has one.
     pub attention_softcap: Option<f64>,
-    /// Caps the logits of tokens smoothly, where the family does.
+    /// Soft cap of the logits of tokens, if the family has one.
     pub logit_softcap: Option<f32>,
-    /// Whether the output projection is the embedding, as the configuration says; a checkpoint without an
-    /// output tensor is tied in any case.
+    /// True if the configuration ties the output projection to the embedding; a checkpoint without an output tensor is
+    /// tied in any case.
     pub tied: bool,
     /// Token types of an encoder; 0 for decoders.
     pub token_types: usize,
@@ -134,36 +134,36 @@ pub struct ModelConfig {
 
 /// Sizes above this are refused: products of any three still fit in 64 bits.
 const MAX_SIZE: usize = 1 << 21;
-/// Contexts more times longer than what a model was made for are refused.
+/// Largest extension of the trained context; more is refused.
 const MAX_EXTENSION: usize = 64;
-/// More layers than this are refused before anything is set aside for each of them.
+/// Most layers; more are refused before anything is allocated for each of them.
 const MAX_LAYERS: usize = 1 << 12;
 
 impl ModelConfig {
-    /// Sizes of attention layers whose values are as wide as keys.
+    /// Returns the sizes of attention layers whose values are as wide as keys.
     pub fn layer_shape(&self) -> LayerShape {
         let (d_model, d) = (self.hidden, self.head_dim);
         LayerShape { d_model, n_heads: self.n_heads, n_kv_heads: self.n_kv_heads, d, d_v: d }
     }
 
-    /// Longest context that can be run. Where frequencies follow the length (dynamic NTK, YaRN), that is beyond the one
-    /// the model was made for.
+    /// Returns the longest context that can be run. If frequencies follow the length (dynamic NTK, YaRN), it exceeds
+    /// the trained one.
     pub fn longest_context(&self) -> usize {
         let extends = match self.rope.as_ref().map(|r| &r.scaling) {
             Some(Scaling::Yarn(_)) => true,
-            // Latent attention rotates by a table of its own, which is made once.
+            // Latent attention rotates by its own table, which is made once.
             Some(Scaling::Dynamic { .. }) => self.latent.is_none(),
             _ => false,
         };
         if extends { self.max_positions.saturating_mul(MAX_EXTENSION) } else { self.max_positions }
     }
 
-    /// Makes room for `tokens`, past the context that the model was made for: the base of the rotation grows by
-    /// $s^{d/(d-2)}$ for $s$ times the length, so that the slowest pair turns as far as it did and the fastest one does
-    /// not change (NTK-aware scaling, Peng et al. 2024). Does nothing where the tokens fit as it is.
+    /// Extends the context to `tokens`: the base of the rotation grows by $s^{d/(d-2)}$ for $s$ times the length, which
+    /// keeps the total angle of the slowest pair and the speed of the fastest (NTK-aware scaling, Peng et al. 2024).
+    /// Does nothing if the tokens already fit.
     ///
     /// # Errors
-    /// Where frequencies follow another rule already, or the context would be more than 64 times longer.
+    /// If frequencies already follow another rule, or the context would be more than 64 times longer.
     pub fn stretch_context(&mut self, tokens: usize) -> Result<()> {
         let longest = self.longest_context();
         if tokens <= longest {
@@ -189,8 +189,8 @@ impl ModelConfig {
         }
     }
 
-    /// Whether layers are those of Llama: norms before attention and before one feed-forward layer, nothing multiplied,
-    /// every layer rotated.
+    /// Returns true if layers are those of Llama: norms before attention and before one feed-forward layer, no
+    /// multipliers, rotation in every layer.
     pub fn is_plain(&self) -> bool {
         let t = self.architecture.traits();
         let multiplied = self.multipliers != Multipliers::default();
@@ -200,7 +200,7 @@ impl ModelConfig {
         usual && rotated && !capped && !multiplied && self.experts.is_none()
     }
 
-    /// Query heads per key head.
+    /// Returns the query heads per key head.
     pub fn group(&self) -> usize {
         self.n_heads / self.n_kv_heads
     }
@@ -372,12 +372,12 @@ fn divide(hidden: usize, n_heads: usize) -> Result<usize> {
     Ok(hidden / n_heads)
 }
 
-/// Every layer whose number, counted from one, is a multiple of `step`; none if that is 0.
+/// Returns every layer whose number, counted from one, is a multiple of `step`; none if `step` is 0.
 fn unrotated(step: usize, n_layers: usize) -> Vec<usize> {
     (0..n_layers).filter(|l| step > 0 && (l + 1).is_multiple_of(step)).collect()
 }
 
-/// One end token or several.
+/// Reads one or several end tokens.
 fn eos_ids(json: &Json) -> Result<Vec<u32>> {
     let Some(value) = json.get("eos_token_id").filter(|v| !v.is_null()) else { return Ok(Vec::new()) };
     let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);

@@ -1,4 +1,4 @@
-//! A layer while it runs: its cache, the methods of its heads, and their streams and plans.
+//! Running state of a layer: its cache, the methods of its heads, and their streams and plans.
 
 use super::ONE_PROBLEM;
 use crate::config::ModelConfig;
@@ -16,32 +16,32 @@ use attlas::{
 use attlas_num::par::*;
 use std::ops::Range;
 
-/// How the heads of a layer decode.
+/// Decoding of a layer's heads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LayerDecoding {
     /// The layer.
     pub layer: usize,
-    /// Heads, the method that reads their prompts, and the one that decodes: exact attention where a method has no stream.
+    /// Heads, their method for prompts, and the one that decodes: exact attention if a method has no stream.
     pub methods: Vec<(Range<usize>, &'static str, &'static str)>,
-    /// Whether a head's method for new tokens has no stream, so that exact attention decodes in its place.
+    /// True if a head's method for new tokens has no stream and exact attention decodes instead.
     pub falls_back: bool,
-    /// Whether keys and values are kept.
+    /// True if keys and values are stored.
     pub keeps_keys: bool,
 }
 
-/// A method that cannot attend beside a logit that belongs to no key.
+/// Creates the error for a method that cannot include a logit without a key.
 pub(super) fn without_lse(method: &Method) -> Error {
     let reasons = vec!["heads have a logit beside those of the keys, and it has no log-sum-exp".to_owned()];
     attlas::Error::Unsupported { method: method.id.into(), reasons }.into()
 }
 
-/// A method that cannot attend in a layer with a window.
+/// Creates the error for a method that cannot run in a layer with a window.
 pub(super) fn windowed(method: &Method, layer: usize, window: usize, tokens: usize) -> Error {
     let reasons = vec![format!("layer {layer} sees the last {window} tokens only, and {tokens} are cached")];
     attlas::Error::Unsupported { method: method.id.into(), reasons }.into()
 }
 
-/// One more logit for each head takes its share of every row and brings no value. Rows of `out` begin with the first of these
+/// Adds one logit per head to the softmax of every row; it has no value. Rows of `out` begin with the first of these
 /// heads and are `stride` apart.
 pub(super) fn weigh_sinks(sinks: &[f32], lse: &[f32], d: usize, stride: usize, out: &mut [f32]) {
     let n = lse.len() / sinks.len().max(1);
@@ -53,7 +53,7 @@ pub(super) fn weigh_sinks(sinks: &[f32], lse: &[f32], d: usize, stride: usize, o
     }
 }
 
-/// Tokens that the first plan of a layer has room for.
+/// Tokens for which the first plan of a layer has room.
 const ROOM: usize = 256;
 
 /// Cache and methods of one layer.
@@ -63,32 +63,32 @@ pub(super) struct LayerState {
     pub(super) window: Option<usize>,
     pub(super) parts: Vec<Part>,
     pub(super) cache: KvCache<f32>,
-    /// Keeps no keys: everything is in the streams, and the cache holds the tokens of one call.
+    /// True if it stores no keys: everything is in the streams, and the cache has only the tokens of one call.
     pub(super) streamed: bool,
     /// Tokens in the cache after the call.
     pub(super) ahead: usize,
-    /// Packed keys and values, where they are packed; the cache holds them unpacked while the layer attends.
+    /// Packed keys and values, if they are packed; the cache has them unpacked while the layer attends.
     pub(super) packed: Option<Packed>,
-    /// The cache of a layer that attends as a whole, which uses none of the others.
+    /// The cache of a layer that attends as a whole, which uses none of the other fields.
     pub(super) latents: Option<Box<dyn LayerCache>>,
 }
 
-/// Heads of a layer that attend by one method.
+/// Heads of a layer that share one method.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) run: HeadRun,
-    /// The stream of heads that decode by one, once it was needed.
+    /// The stream of heads that decode by one, created on first use.
     stream: Option<Box<dyn Stream>>,
-    /// Of heads with exact attention in prompts, or while they decode, its plan, with room for more tokens than there are.
+    /// Plans of exact attention, for prompts and for decoding, with room for more tokens than there are.
     plans: [Option<Box<dyn Plan>>; 2],
-    /// Log-sum-exps of a call, where one more logit needs them.
+    /// Log-sum-exps of a call, if an extra logit needs them.
     lse: Vec<f32>,
-    /// What came of a new token while the other parts attended, too.
+    /// Output for a new token, computed in parallel with the other parts.
     rows: Vec<f32>,
     done: Option<Result<RunInfo>>,
 }
 
-/// What every part of a layer sees of a call.
+/// Inputs of a call that all parts of a layer share.
 #[derive(Clone, Copy)]
 struct Call<'a> {
     c: &'a ModelConfig,
@@ -126,7 +126,7 @@ impl LayerState {
         self.parts.iter().filter_map(|p| p.stream.as_deref())
     }
 
-    /// Whether a call with this number of tokens may be cut into pieces.
+    /// Returns true if a call with this number of tokens may be split.
     pub(super) fn chunks(&self, tokens: usize) -> bool {
         let alike = |p: &Part| {
             let (reads, decodes) = (p.run.attending(false), p.run.attending(true));
@@ -138,12 +138,12 @@ impl LayerState {
         self.parts.iter().all(|p| p.run.is_baseline()) || self.streamed && (begun() || read())
     }
 
-    /// Whether the numbers of keys and values stay in the cache.
+    /// Returns true if keys and values stay in the cache as numbers.
     pub(super) fn keeps_numbers(&self) -> bool {
         !self.streamed && self.packed.is_none()
     }
 
-    /// Whether all heads decode by streams.
+    /// Returns true if all heads decode by streams.
     pub(super) fn can_stream(&self, c: &ModelConfig) -> Result<bool> {
         if self.latents.is_some() || self.window.is_some() || self.parts.is_empty() {
             return Ok(false);
@@ -171,7 +171,7 @@ impl LayerState {
         }
     }
 
-    /// Fills the cache of a layer that keeps no numbers in it, in storage that layers share.
+    /// Prepares the cache of a layer that stores no numbers in it, in storage shared by all layers.
     pub(super) fn begin(&mut self, spare: &mut Option<KvCache<f32>>) -> Result<()> {
         if self.keeps_numbers() {
             return Ok(());
@@ -186,7 +186,7 @@ impl LayerState {
         }
     }
 
-    /// Gives the storage back.
+    /// Returns the shared storage.
     pub(super) fn end(&mut self, spare: &mut Option<KvCache<f32>>) {
         if !self.keeps_numbers() {
             let (_, heads, d) = self.cache.sizes();
@@ -207,7 +207,7 @@ impl LayerState {
         }
         if len < self.cache.len() {
             self.cache.truncate(len);
-            // Streams cannot go back; they are filled again from the cache.
+            // Streams cannot go back; they are refilled from the cache.
             self.forget_streams();
         }
     }
@@ -216,8 +216,8 @@ impl LayerState {
         self.parts.iter_mut().for_each(|p| p.stream = None);
     }
 
-    /// Attends with queries `[1, heads, n, head_dim]` of the last tokens. Parts attend to a new token side by side, each with
-    /// a workspace of its own: one head's choice of keys is too little work for several threads.
+    /// Attends with queries `[1, heads, n, head_dim]` of the last tokens. For a new token the parts run in parallel,
+    /// each with its own workspace: one head's choice of keys is too little work for several threads.
     pub(super) fn attend(
         &mut self,
         c: &ModelConfig,
@@ -259,7 +259,7 @@ impl Part {
         Self { run, stream: None, plans: [None, None], lse: Vec::new(), rows: Vec::new(), done: None }
     }
 
-    /// A stream that holds no token yet, planned as a prompt of `tokens` tokens would be.
+    /// Creates an empty stream, planned as for a prompt of `tokens` tokens.
     fn new_stream(&self, c: &ModelConfig, tokens: usize) -> Result<Option<Box<dyn Stream>>> {
         let run = &self.run;
         let problem = Problem::new(run.heads.len(), tokens, c.head_dim).with_kv_heads(run.groups.len());
@@ -267,7 +267,7 @@ impl Part {
         Ok(run.attending(true).plan(&problem)?.stream(DType::F32))
     }
 
-    /// Attends; rows of `out` begin with the first head of the part.
+    /// Computes the attention of the part; rows of `out` begin with its first head.
     fn attend(&mut self, call: &Call<'_>, out: &mut [f32], ws: &mut Workspace) -> Result<RunInfo> {
         let Some(sinks) = call.sinks else { return self.attend_keys(call, None, out, ws) };
         let of_run = |decodes: bool| self.run.attending(decodes).method;
@@ -287,7 +287,7 @@ impl Part {
         result
     }
 
-    /// The same over the keys alone, with the log-sum-exp of every row, head by head, where it is needed.
+    /// Computes attention over the keys alone, with the log-sum-exp of every row, head by head, if it is needed.
     fn attend_keys(
         &mut self,
         call: &Call<'_>,
@@ -306,7 +306,7 @@ impl Part {
         let keys = call.cache.keys()?.heads(run.groups.clone());
         let values = call.cache.values()?.heads(run.groups.clone());
 
-        // Keys that the first of the queries no longer sees are left out.
+        // Keys outside the window of the first query are left out.
         let window = call.window.filter(|&w| n_k > w);
         let decodes = n == 1 && n_k > 1;
         let choice = run.attending(decodes);
@@ -344,7 +344,7 @@ impl Part {
         }
         let windowed = window.filter(|_| n > 1);
         if windowed.is_none() && (decodes || choice.is_baseline()) {
-            // Exact attention decides nothing from the lengths, so its plan is made once for all tokens that fit.
+            // A plan of exact attention does not depend on the lengths: one serves all tokens that fit.
             let fits = |p: &Problem| n <= p.n_q && problem.n_k <= p.n_k;
             let kept = &mut self.plans[usize::from(decodes)];
             if !kept.as_ref().is_some_and(|plan| fits(plan.problem())) {

@@ -1,7 +1,7 @@
-//! A sequence whose tokens lie on several processes.
+//! Sequences whose tokens are divided among several processes.
 //!
-//! Embeddings, norms, projections and feed-forward layers are those of single tokens, so each process runs the model on its
-//! own tokens, rotated by their positions in the whole sequence. Attention alone needs the keys of others: a
+//! Embeddings, norms, projections and feed-forward layers act on single tokens: each process runs the model on its own
+//! tokens, rotated by their positions in the whole sequence. Only attention needs the keys of others: a
 //! [`SpreadAttention`] attends with this process's queries to the keys of all.
 
 use super::layer::{weigh_sinks, windowed, without_lse};
@@ -17,7 +17,7 @@ use std::ops::Range;
 /// One call of attention over all processes: causal, one sequence.
 #[derive(Debug)]
 pub struct SpreadCall<'a> {
-    /// Who attends.
+    /// The method.
     pub attending: &'a Attending,
     /// The problem of the whole sequence.
     pub problem: &'a Problem,
@@ -25,21 +25,22 @@ pub struct SpreadCall<'a> {
     pub x: Qkv<'a, f32>,
 }
 
-/// Outputs `[1, heads, tokens, d]` of this process's queries, the log-sum-exp of each row where the method has one, and
-/// what happened.
+/// Outputs `[1, heads, tokens, d]` of this process's queries, the log-sum-exp of each row if the method has one, and
+/// counts of the run.
 pub type SpreadRows = (Vec<f32>, Option<Vec<f32>>, RunInfo);
 
-/// Attends where the tokens of one sequence lie on several processes. Every process makes the same calls in the same order.
+/// Attention over one sequence whose tokens are divided among several processes. Every process makes the same calls in
+/// the same order.
 pub trait SpreadAttention: Debug {
-    /// The positions of this process's tokens among `tokens`, runs in increasing order, for a model in which all of
-    /// `attending` attend.
+    /// Returns the positions of this process's tokens among `tokens`, as runs in increasing order, for a model that
+    /// uses all methods in `attending`.
     fn pieces(&mut self, tokens: usize, attending: &[Attending]) -> Vec<Range<usize>>;
 
     /// Attends with this process's queries to the keys of all processes.
     fn attend(&mut self, call: &SpreadCall<'_>, ws: &mut Workspace) -> attlas::Result<SpreadRows>;
 }
 
-/// What this process held of a sequence.
+/// This process's part of a sequence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Held {
     /// Positions of its tokens, in the order of their hidden states.
@@ -49,7 +50,8 @@ pub struct Held {
 }
 
 impl Held {
-    /// The parts of `ranges` that lie here, cut to at most `most` tokens, each with the place of its first hidden state.
+    /// Returns the parts of `ranges` on this process, cut to at most `most` tokens, each with the index of its first
+    /// hidden state.
     pub fn inside(
         &self,
         ranges: impl Iterator<Item = Range<usize>>,
@@ -71,9 +73,9 @@ impl Held {
 }
 
 impl Decoder {
-    /// Runs a sequence whose tokens are spread over processes: each of them calls this with all tokens, and `hidden`
-    /// becomes the normalised final hidden states of its own. The tokens are not kept. An error if tokens are cached, if a
-    /// method has no form for keys on several processes, or if layers attend as a whole.
+    /// Runs a sequence whose tokens are divided among processes: each calls this with all tokens, and `hidden` becomes
+    /// the normalised final hidden states of its own tokens. The tokens are not kept. Fails if tokens are cached, if a
+    /// method cannot run with keys on several processes, or if layers attend as a whole.
     pub fn forward_spread(
         &mut self,
         tokens: &[u32],
@@ -126,7 +128,7 @@ impl Decoder {
             Ok::<(), Error>(())
         })?;
         let mut buffers = std::mem::take(&mut state.buffers);
-        // Processes wait for each other inside the calls of attention, which one thread makes: the one that calls this.
+        // Processes wait for each other inside the calls of attention, which only the calling thread makes.
         let result = weights.layers.iter().enumerate().try_for_each(|(l, layer)| {
             if observer.interrupted() {
                 return Err(Error::Interrupted);

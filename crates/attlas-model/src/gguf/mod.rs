@@ -1,8 +1,8 @@
 //! GGUF: the file format of llama.cpp, versions 2 and 3, little-endian.
 //!
-//! [`Gguf::parse`] is a plain function over bytes that trusts no field: counts are checked against the
-//! bytes that are left before anything is allocated, so that a file of `n` bytes never costs more than a
-//! small multiple of `n`. Tensor data is described, not copied.
+//! [`Gguf::parse`] is a plain function over bytes that trusts no field: counts are checked against the remaining bytes
+//! before any allocation: a file of `n` bytes never costs more than a small multiple of `n`. Tensor data is described,
+//! not copied.
 //!
 //! Reference: ggml, `docs/gguf.md`.
 
@@ -32,7 +32,7 @@ pub enum Value {
     Array(Array),
 }
 
-/// A list of metadata values, kept in its own width.
+/// A list of metadata values, stored in its own width.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Array {
     /// 8-bit.
@@ -83,7 +83,7 @@ impl Array {
         }
     }
 
-    /// Whether there are no elements.
+    /// Returns true if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -105,7 +105,7 @@ impl Array {
     }
 }
 
-/// Where a tensor is and how it is stored.
+/// Location and storage of a tensor.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TensorInfo {
     /// Its name.
@@ -126,13 +126,13 @@ pub struct Gguf {
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
     data_start: usize,
-    /// Entries about the tokeniser, as they stand in the file.
+    /// Entries about the tokeniser, as in the file.
     tokenizer: Entries,
 }
 
 /// Deepest nesting of metadata arrays that is read.
 const MAX_DEPTH: usize = 4;
-/// Longest tensor name, as in ggml with its terminator taken off.
+/// Longest tensor name, as in ggml without the terminator.
 const MAX_NAME: usize = 63;
 
 impl Gguf {
@@ -322,7 +322,7 @@ impl Gguf {
     }
 }
 
-/// Tensors may have gaps between them, but no byte may belong to two.
+/// Fails if two tensors share a byte; gaps between tensors are allowed.
 fn check_disjoint(tensors: &[TensorInfo]) -> Result<()> {
     let mut order: Vec<&TensorInfo> = tensors.iter().collect();
     order.sort_by_key(|t| (t.range.start, t.range.end));
@@ -338,7 +338,7 @@ fn check_disjoint(tensors: &[TensorInfo]) -> Result<()> {
     Ok(())
 }
 
-/// The format of a ggml type number, or the name of one that is not read.
+/// Returns the format of a ggml type number; the error is the name of an unsupported one.
 pub fn format_of(id: u32) -> std::result::Result<Format, String> {
     Ok(match id {
         0 => Format::F32,
@@ -416,8 +416,8 @@ impl<'a> Reader<'a> {
         Ok(out)
     }
 
-    /// A count of things that take at least `min_bytes` each: more than fit in the rest of the file is an
-    /// error here, before memory is set aside for them.
+    /// Reads a count of items of at least `min_bytes` each; more than fit in the rest of the file is an error before
+    /// any allocation.
     fn count(&mut self, what: &'static str, min_bytes: usize) -> Result<usize> {
         let n = u64::from_le_bytes(self.array(what)?);
         let left = (self.bytes.len() - self.at) as u64;
@@ -572,8 +572,8 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// The names of the other parts of a split file, `…-00001-of-0000N.gguf`, this one included, or `None` if
-/// `file_name` is not of that form.
+/// Returns the names of all parts of a split file, `…-00001-of-0000N.gguf`, or `None` if `file_name` is not of that
+/// form.
 pub fn split_names(file_name: &str, count: usize) -> Option<Vec<String>> {
     let stem = file_name.strip_suffix(".gguf")?;
     let (rest, total) = stem.rsplit_once("-of-")?;

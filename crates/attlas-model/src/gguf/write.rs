@@ -1,4 +1,4 @@
-//! GGUF files, written.
+//! Writing of GGUF files.
 
 use super::format_of;
 use crate::error::{Error, Result};
@@ -25,12 +25,12 @@ fn put_text(out: &mut Vec<u8>, text: &str) {
 }
 
 impl Entries {
-    /// Whether there are none.
+    /// Returns true if there are no entries.
     pub fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// An entry as it stands in a file: key, type and value.
+    /// Appends an encoded entry: key, type and value.
     pub(super) fn push_raw(&mut self, entry: &[u8]) {
         self.bytes.extend(entry);
         self.count += 1;
@@ -43,24 +43,24 @@ impl Entries {
         self.count += 1;
     }
 
-    /// An unsigned integer.
+    /// Adds an unsigned integer.
     pub fn integer(&mut self, key: &str, value: usize) -> Result<()> {
         let value = u32::try_from(value).map_err(|_| Error::invalid(key, value, "at most 4294967295"))?;
         self.push(key, 4, value.to_le_bytes());
         Ok(())
     }
 
-    /// A number in single precision.
+    /// Adds a number in single precision.
     pub fn number(&mut self, key: &str, value: f64) {
         self.push(key, 6, (value as f32).to_le_bytes());
     }
 
-    /// True or false.
+    /// Adds a truth value.
     pub fn flag(&mut self, key: &str, value: bool) {
         self.push(key, 7, [u8::from(value)]);
     }
 
-    /// A text.
+    /// Adds a text.
     pub fn text(&mut self, key: &str, value: &str) {
         let mut bytes = Vec::new();
         put_text(&mut bytes, value);
@@ -72,32 +72,32 @@ impl Entries {
         self.push(key, 9, head.chain(elements));
     }
 
-    /// A list of texts.
+    /// Adds a list of texts.
     pub fn texts(&mut self, key: &str, values: &[impl AsRef<str>]) {
         let mut bytes = Vec::new();
         values.iter().for_each(|v| put_text(&mut bytes, v.as_ref()));
         self.array(key, 8, values.len(), bytes);
     }
 
-    /// A list of signed integers.
+    /// Adds a list of signed integers.
     pub fn integers(&mut self, key: &str, values: &[i32]) {
         self.array(key, 5, values.len(), values.iter().flat_map(|v| v.to_le_bytes()).collect());
     }
 
-    /// Takes over others.
+    /// Appends other entries.
     pub fn extend(&mut self, others: &Self) {
         self.bytes.extend(&others.bytes);
         self.count += others.count;
     }
 }
 
-/// The number of a format in ggml.
+/// Returns the number of a format in ggml.
 fn type_of(format: Format) -> u32 {
-    // Every format that is known has a number below those of the formats that are not.
+    // All supported formats have numbers below 64.
     (0..64).find(|&id| format_of(id) == Ok(format)).unwrap_or_default()
 }
 
-/// Writes a file of this metadata and these tensors, as they are stored.
+/// Writes a file with this metadata and these tensors, as stored.
 pub fn write_file(path: &Path, metadata: &Entries, tensors: &[(String, Cow<'_, Tensor>)]) -> Result<()> {
     let mut head = b"GGUF".to_vec();
     head.extend(3u32.to_le_bytes());

@@ -25,16 +25,16 @@ pub(super) mod token_type {
     pub(crate) const BYTE: i64 = 6;
 }
 
-/// Pre-tokenisers of byte-level BPE that are known.
+/// Supported pre-tokenisers of byte-level BPE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Pre {
     /// The GPT-2 expression.
     Gpt2,
-    /// Every digit by itself, then the GPT-2 expression.
+    /// Every digit separately, then the GPT-2 expression.
     Digits,
-    /// Numbers in groups of three; whole words that are tokens are not merged.
+    /// Digits in groups of three; whole words that are tokens are not merged.
     Llama3,
-    /// As Llama 3, all words merged.
+    /// As Llama 3, but all words are merged.
     Cl100k,
     /// As Llama 3 with single digits; text is composed first (NFC).
     Qwen2,
@@ -47,13 +47,13 @@ pub(super) enum Pre {
 }
 
 impl Pre {
-    /// Whether words that are tokens are taken whole; files of these kinds also begin texts with a token, unless they say
-    /// otherwise.
+    /// Returns true if words that are tokens are taken whole; by default, files of these kinds also begin texts with a
+    /// token.
     pub(super) fn keeps_words(self) -> bool {
         matches!(self, Self::Llama3 | Self::Tekken)
     }
 
-    /// Whether text is composed first (NFC).
+    /// Returns true if text is composed first (NFC).
     pub(super) fn composes(self) -> bool {
         self == Self::Qwen2
     }
@@ -88,13 +88,13 @@ const QWEN2: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N
 const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LINES: &str = r"[\r\n]";
 const EAST_ASIAN: &str = r"[\x{4E00}-\x{9FA5}\x{800}-\x{4E00}\x{AC00}-\x{D7FF}]+";
-/// Letters with case, without the scripts and blocks whose letters the model's own list leaves out: Armenian small letters,
-/// Georgian, late Latin and Cyrillic additions, Vithkuqi, Garay, Medefaidrin, mathematical letters.
+/// Letters with case, without the scripts and blocks that the model's own list omits: Armenian small letters, Georgian,
+/// late Latin and Cyrillic additions, Vithkuqi, Garay, Medefaidrin, mathematical letters.
 const CASED: &str = r"\s?[[\p{Lu}\p{Ll}\p{Lt}]--[\x{560}-\x{588}\x{10C7}\x{10CD}\x{10D0}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FF}\x{AB30}-\x{AB68}\x{10570}-\x{105BF}\x{10D50}-\x{10D85}\x{16E40}-\x{16EBF}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF2F}]]+";
 const SIGNS: &str = r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+";
 
 impl Tokenizer {
-    /// From the metadata of a GGUF file.
+    /// Builds the tokeniser from the metadata of a GGUF file.
     pub fn from_gguf(gguf: &Gguf) -> Result<Self> {
         let missing = |key: &str| Error::MissingKey { key: key.to_owned() };
         let model = gguf.text("tokenizer.ggml.model")?.ok_or_else(|| missing("tokenizer.ggml.model"))?;
@@ -167,7 +167,7 @@ impl Tokenizer {
     }
 }
 
-/// The kind of every token; ordinary where the file does not say.
+/// Returns the kind of every token; ordinary if the file does not say.
 fn token_types(gguf: &Gguf, n: usize) -> Result<Vec<i64>> {
     let Some(value) = gguf.get("tokenizer.ggml.token_type") else { return Ok(vec![1; n]) };
     match value {
@@ -189,7 +189,7 @@ fn vocabulary<'a>(tokens: impl Iterator<Item = std::borrow::Cow<'a, str>>) -> Re
     Ok(vocab)
 }
 
-/// Control tokens are special; tokens of the user are found in the text before anything else, too.
+/// Adds control tokens as special tokens, and user-defined ones; both are matched in the text before anything else.
 fn add_tokens(inner: &mut tokenizers::Tokenizer, tokens: &[String], types: &[i64]) {
     let of = |kind: i64, special: bool| -> Vec<AddedToken> {
         let chosen = tokens.iter().zip(types).filter(|(t, k)| **k == kind && !t.is_empty());
@@ -228,7 +228,7 @@ fn byte_level_bpe(
     Ok(inner)
 }
 impl Pre {
-    /// From a text to words.
+    /// Returns the steps that split a text into words.
     pub(super) fn steps(self) -> Result<Sequence> {
         let bytes = |regex: bool| PreTokenizerWrapper::from(ByteLevel::new(false, true, regex));
         let split = |pattern: &str| {
@@ -255,7 +255,8 @@ impl Pre {
     }
 }
 
-/// llama.cpp marks the starts of words with U+2581 where BERT marks their continuations with `##`.
+/// Builds a WordPiece tokeniser. llama.cpp marks the starts of words with U+2581; BERT marks their continuations with
+/// `##`.
 fn word_piece(tokens: &[String], types: &[i64]) -> Result<tokenizers::Tokenizer> {
     let spelled = tokens.iter().map(|token| match token.strip_prefix('\u{2581}') {
         Some(start) => start.into(),
@@ -280,10 +281,10 @@ fn word_piece(tokens: &[String], types: &[i64]) -> Result<tokenizers::Tokenizer>
 mod tests {
     use super::*;
 
-    /// The words of a text, as bytes, before anything is merged.
+    /// Splits a text into words, as bytes, before any merge.
     fn words(pre: &str, text: &str) -> Vec<String> {
         let kind = PRE.iter().find(|(n, _)| *n == pre).unwrap().1;
-        // One token for each byte, so that only words bound tokens.
+        // One token per byte: only word boundaries separate tokens.
         let inner = byte_level_bpe(&["a".to_owned()], &[], &[1], kind).unwrap();
         let mut split = tokenizers::PreTokenizedString::from(text);
         let step = inner.get_pre_tokenizer().unwrap();

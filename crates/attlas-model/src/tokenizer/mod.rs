@@ -1,5 +1,4 @@
-//! From text to tokens and back: `tokenizer.json` of Hugging Face folders, and the vocabulary that GGUF
-//! files carry in their metadata.
+//! Tokenisers: `tokenizer.json` of Hugging Face folders, and the vocabulary in the metadata of GGUF files.
 //!
 //! | GGUF `tokenizer.ggml.model` | what is built |
 //! |---|---|
@@ -7,7 +6,7 @@
 //! | `llama` | SentencePiece BPE: merges by score, unknown characters as bytes ([`SentencePiece`]) |
 //! | `bert` | WordPiece, uncased |
 //!
-//! Truncation and padding that a file has baked in are switched off.
+//! Truncation and padding set in a file are switched off.
 
 mod gguf;
 mod sentencepiece;
@@ -24,13 +23,13 @@ use std::sync::Arc;
 #[derive(Clone, Debug)]
 pub struct Tokenizer {
     kind: Arc<Kind>,
-    /// Put before every text, unless it is there already.
+    /// Token put before every text, unless it is already there.
     add_bos: Option<u32>,
-    /// Put after every text.
+    /// Token put after every text.
     add_eos: Option<u32>,
     bos: Option<u32>,
     eos: Option<u32>,
-    /// The entries of the GGUF file that it was read from, if it was one.
+    /// The entries of the GGUF file it was read from, if any.
     entries: Option<Arc<Entries>>,
 }
 
@@ -52,10 +51,10 @@ fn failed(e: impl std::fmt::Display) -> Error {
     Error::Tokenizer(e.to_string())
 }
 
-/// Bytes that a tokeniser may make of one byte of a text.
+/// Most bytes that a tokeniser may make of one byte of text.
 const GROWTH: usize = 64;
 
-/// An error if the steps before or after the model multiply texts, or claim more memory than the file has bytes.
+/// Fails if the steps before or after the model multiply texts, or claim more memory than the file has bytes.
 fn check_growth(json: &serde_json::Value) -> Result<()> {
     for part in ["normalizer", "pre_tokenizer", "decoder"] {
         let growth = growth(&json[part])?;
@@ -64,7 +63,7 @@ fn check_growth(json: &serde_json::Value) -> Result<()> {
             return Err(Error::invalid(part, found, format!("at most {GROWTH}")));
         }
     }
-    // Every text gets the pieces of a template, which may name the text itself any number of times.
+    // A template's pieces are added to every text and may repeat the text itself any number of times.
     let pieces = pieces(&json["post_processor"]);
     if pieces > GROWTH {
         let found = format!("a template of {pieces} pieces");
@@ -73,14 +72,14 @@ fn check_growth(json: &serde_json::Value) -> Result<()> {
     Ok(())
 }
 
-/// Pieces of the longest template among the steps.
+/// Returns the number of pieces of the longest template among the steps.
 fn pieces(step: &serde_json::Value) -> usize {
     let of = |name: &str| step[name].as_array().map_or(0, Vec::len);
     let inner = step["processors"].as_array().into_iter().flatten().map(pieces).max();
     of("single").max(of("pair")).max(inner.unwrap_or(0))
 }
 
-/// How many bytes the step, or the steps one after another, may make of one.
+/// Returns the number of bytes that the step, or the steps in sequence, may make of one.
 fn growth(step: &serde_json::Value) -> Result<usize> {
     let lists = ["normalizers", "pretokenizers", "decoders"];
     if let Some(steps) = lists.iter().find_map(|name| step[*name].as_array()) {
@@ -95,11 +94,11 @@ fn growth(step: &serde_json::Value) -> Result<usize> {
                 _ => content.saturating_add(1),
             })
         }
-        // A text may be cut at every added token, and each piece gets the prefix.
+        // A text may be split at every added token, and each piece gets the prefix.
         Some("Prepend") => Ok(1 + step["prepend"].as_str().unwrap_or_default().len()),
         Some("Precompiled") => {
             let map = step["precompiled_charsmap"].as_str().unwrap_or_default();
-            // The first four bytes are the length of the table behind them.
+            // The first four bytes are the length of the table that follows.
             let first = map.bytes().take(6).try_fold(0u64, |n, c| Some(n << 6 | u64::from(base64_digit(c)?)));
             let claimed =
                 first.map_or(0, |n| u32::from_le_bytes([n >> 28, n >> 20, n >> 12, n >> 4].map(|b| b as u8)));
@@ -129,12 +128,12 @@ fn base64_digit(c: u8) -> Option<u8> {
 }
 
 impl Tokenizer {
-    /// From the text of a `tokenizer.json`. Which special tokens it adds is up to its post-processor.
+    /// Parses a `tokenizer.json`. Its post-processor determines the special tokens that it adds.
     pub fn from_json(text: &[u8]) -> Result<Self> {
-        // Syntax first: most malformed files end here.
+        // Syntax first: most malformed files fail here.
         let json = serde_json::from_slice(text)?;
         check_growth(&json)?;
-        // Written again, since of a name that stands twice the check sees the last and `tokenizers` the first.
+        // Serialised again, because of a duplicate name the check sees the last value and `tokenizers` the first.
         let text = serde_json::to_vec(&json)?;
         let mut inner = guarded(|| tokenizers::Tokenizer::from_bytes(&text))?;
         inner.with_truncation(None).map_err(failed)?;
@@ -149,7 +148,7 @@ impl Tokenizer {
         })
     }
 
-    /// As a `tokenizer.json` that makes the same tokens.
+    /// Returns a `tokenizer.json` that makes the same tokens.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         let mut json = match &*self.kind {
             Kind::HuggingFace(inner) => serde_json::from_str(&inner.to_string(false).map_err(failed)?)?,
@@ -161,7 +160,7 @@ impl Tokenizer {
         Ok(serde_json::to_vec(&json)?)
     }
 
-    /// Post-processor that adds the tokens this tokeniser puts around a text.
+    /// Returns the post-processor that adds this tokeniser's tokens around a text.
     fn post_processor(&self) -> Option<serde_json::Value> {
         let token = |id: Option<u32>| id.and_then(|id| Some((id, self.token(id)?)));
         let (bos, eos) = (token(self.add_bos), token(self.add_eos));
@@ -189,7 +188,7 @@ impl Tokenizer {
         }))
     }
 
-    /// Takes the tokens that begin and end a text from a `tokenizer_config.json`, where it names them.
+    /// Takes the tokens that begin and end a text from a `tokenizer_config.json`, if it names them.
     pub fn name_special_tokens(&mut self, settings: &serde_json::Value) {
         let Kind::HuggingFace(inner) = &*self.kind else { return };
         let id = |key: &str| {
@@ -201,11 +200,11 @@ impl Tokenizer {
         self.eos = id("eos_token").or(self.eos);
     }
 
-    /// The tokens of a text. `special` adds what the model expects around a text, such as a token for its
-    /// beginning; special tokens written out in the text are recognised either way.
+    /// Encodes a text. `special` adds the tokens that the model expects around a text, such as one for its beginning;
+    /// special tokens spelled out in the text are always recognised.
     ///
     /// Byte-level vocabularies may lack single bytes (SmolLM2's has none for six control characters and for
-    /// the first byte of U+40000 to U+BFFFF); like the reference tokenisers this one leaves such bytes out.
+    /// the first byte of U+40000 to U+BFFFF); like the reference tokenisers, this one omits such bytes.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let mut ids = match &*self.kind {
             Kind::HuggingFace(inner) => guarded(|| inner.encode_fast(text, special))?.get_ids().to_vec(),
@@ -222,7 +221,7 @@ impl Tokenizer {
         Ok(ids)
     }
 
-    /// The text of tokens. Bytes that are no UTF-8 become U+FFFD; ids that do not exist are left out.
+    /// Decodes tokens. Invalid UTF-8 becomes U+FFFD; unknown ids are left out.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
         match &*self.kind {
             Kind::HuggingFace(inner) => guarded(|| inner.decode(ids, skip_special)),
@@ -230,7 +229,7 @@ impl Tokenizer {
         }
     }
 
-    /// The token of an id, as the vocabulary spells it.
+    /// Returns the token of an id, as spelled in the vocabulary.
     pub fn token(&self, id: u32) -> Option<String> {
         match &*self.kind {
             Kind::HuggingFace(inner) => inner.id_to_token(id),
@@ -246,12 +245,12 @@ impl Tokenizer {
         }
     }
 
-    /// The token that begins a text, if the file names one.
+    /// Returns the token that begins a text, if the file names one.
     pub fn bos(&self) -> Option<u32> {
         self.bos
     }
 
-    /// The token that ends a text, if the file names one.
+    /// Returns the token that ends a text, if the file names one.
     pub fn eos(&self) -> Option<u32> {
         self.eos
     }

@@ -1,8 +1,8 @@
 //! SentencePiece BPE: the tokeniser of Llama 2 and Mistral.
 //!
 //! Spaces become U+2581. A text starts as single characters; the adjacent pair whose concatenation is the
-//! token with the highest score is merged, the leftmost on ties, until no pair is a token. Characters that
-//! are no token are written as their bytes, `<0x41>`, or as the unknown token where those are missing.
+//! token with the highest score is merged, the leftmost on ties, until no pair is a token. Characters that are no token
+//! become their bytes, `<0x41>`, or the unknown token if those are missing.
 //!
 //! Reference: Kudo and Richardson 2018.
 
@@ -19,7 +19,7 @@ pub struct SentencePiece {
     ids: HashMap<String, u32>,
     /// The token of each byte.
     bytes: Vec<Option<u32>>,
-    /// Tokens found in a text before anything else, by first byte, longest first.
+    /// Tokens matched in a text before anything else, by first byte, longest first.
     literal: HashMap<u8, Vec<u32>>,
     control: Vec<bool>,
     unknown: u32,
@@ -66,7 +66,7 @@ struct Symbol {
 }
 
 impl SentencePiece {
-    /// A tokeniser. `types` are llama.cpp's numbers of token kinds; all lists are equally long.
+    /// Creates a tokeniser. `types` are llama.cpp's numbers of token kinds; all lists have the same length.
     pub fn new(
         tokens: Vec<String>,
         scores: Vec<f32>,
@@ -107,8 +107,8 @@ impl SentencePiece {
         Self { tokens, scores, ids, bytes, literal, control, unknown, space_prefix }
     }
 
-    /// As a `tokenizer.json` without special tokens around a text: every way to cut a token into two tokens is a merge, those of high scores
-    /// first, which merges the same pairs as long as scores differ.
+    /// Returns a `tokenizer.json` without special tokens around a text: every split of a token into two tokens is a
+    /// merge, high scores first, which merges the same pairs if all scores differ.
     pub fn to_json(&self) -> serde_json::Value {
         let plain = |id: usize| self.ids.get(&self.tokens[id]) == Some(&(id as u32));
         let mut merges: Vec<(f32, u32, u32)> = Vec::new();
@@ -173,7 +173,7 @@ impl SentencePiece {
         self.tokens.len()
     }
 
-    /// Whether there are no tokens.
+    /// Returns true if there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
@@ -225,7 +225,7 @@ impl SentencePiece {
         }
     }
 
-    /// The pieces that are left when no two neighbours form a token.
+    /// Merges neighbours until no two form a token, and returns the pieces.
     fn merge(&self, text: &str) -> Vec<Symbol> {
         let mut symbols: Vec<Symbol> = Vec::new();
         for (start, c) in text.char_indices() {
@@ -265,7 +265,7 @@ impl SentencePiece {
         symbols
     }
 
-    /// The text of tokens; a space that [`encode`](Self::encode) put first is taken away.
+    /// Decodes tokens; removes the leading space that [`encode`](Self::encode) adds.
     pub fn decode(&self, ids: &[u32], skip_special: bool) -> String {
         let mut out: Vec<u8> = Vec::new();
         for &id in ids {

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use tokenizers::{NormalizedString, Normalizer, OffsetReferential, OffsetType};
 use tokenizers::{PreTokenizedString, PreTokenizer};
 
-/// A text on which the known ways to cut a text into words all differ.
+/// A text that all known pre-tokenisers split differently.
 const PROBE: &str = "Hello WORLD, it's 12345 o'clock!/\n\n  \t x=y1; HelloWorld ÄÖ É e\u{301} \
     \u{4f60}\u{597d} \u{43c}\u{438}\u{440} \u{561} \u{ff01}? #@&  \n";
 
@@ -20,8 +20,8 @@ fn refuse<T>(what: &str) -> Result<T> {
 }
 
 impl Tokenizer {
-    /// The entries of a GGUF file that describe this tokeniser to a model of `vocab` tokens: those of the file that it was
-    /// read from, or made of a byte-level BPE whose words are cut in a way that llama.cpp has a name for.
+    /// Returns the GGUF entries of this tokeniser for a model of `vocab` tokens: those of its own GGUF file, or new
+    /// ones for a byte-level BPE whose pre-tokeniser llama.cpp knows.
     pub fn to_gguf(&self, vocab: usize) -> Result<Entries> {
         if let Some(entries) = &self.entries {
             return Ok(Entries::clone(entries));
@@ -70,7 +70,7 @@ impl Tokenizer {
         if let Some((&last, _)) = tokens.last_key_value().filter(|(id, _)| **id >= vocab) {
             return Err(Error::invalid("the largest token", last, format!("below {vocab}")));
         }
-        // Embeddings may have rows that no token has.
+        // Embeddings may have rows without a token.
         let spare = |id: usize| (format!("[PAD{id}]"), token_type::UNUSED as i32);
         let (texts, kinds): (Vec<String>, Vec<i32>) =
             (0..vocab).map(|id| tokens.remove(&id).unwrap_or_else(|| spare(id))).unzip();

@@ -1,4 +1,4 @@
-//! Shared by the integration tests: where the real models are, and a writer of small GGUF files.
+//! Helpers of the integration tests: paths of the real models, and a writer of small GGUF files.
 #![allow(dead_code, unreachable_pub)]
 
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The folder with the pretrained models, fetched if it is not there. Fails if it cannot be had.
+/// Returns the folder of pretrained models, fetched if it is missing; fails if that is impossible.
 pub fn models() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {

@@ -1,4 +1,4 @@
-//! The program that tests start under `mpirun`: `attlas-mpi-check CHECK` runs one check on all processes;
+//! Program that the tests run under `mpirun`: `attlas-mpi-check CHECK` runs one check on all processes;
 //! `attlas-mpi-check die RANK` ends one process in the middle.
 
 use attlas_mpi::{Transport, World, checks};
@@ -17,7 +17,7 @@ fn main() -> ExitCode {
             if world.rank() == rank {
                 std::process::abort();
             }
-            // The others wait for somebody who will never come.
+            // The others wait for a process that never arrives.
             world.gather_all(&[0; 8]);
             ExitCode::SUCCESS
         }

@@ -1,4 +1,4 @@
-"""Which library an array belongs to, copies where views cannot be had, and outputs of the same kind."""
+"""Detection of an array's library, copies where views are impossible, and outputs of the same kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _chosen: int | None = None
 
 
 def set_num_threads(n: int) -> None:
-    """Set the number of threads of calls that do not name one; 0 goes back to the default.
+    """Set the number of threads of calls that do not name one; 0 restores the default.
 
     >>> import attlas
     >>> attlas.set_num_threads(2)
@@ -43,7 +43,7 @@ def _count(n: Any) -> int:
 
 
 def threads_for(n: int | None, library: Library | None) -> int:
-    """Threads of a call: the call's own, `set_num_threads`, the environment, torch's, what the process may use."""
+    """Threads of a call, from the call, `set_num_threads`, the environment, torch, or the limit of the process."""
     if n:
         return _count(n)
     if n is not None:
@@ -62,7 +62,7 @@ def threads_for(n: int | None, library: Library | None) -> int:
 
 
 class Library:
-    """What differs between array libraries."""
+    """The operations that differ between array libraries."""
 
     name = ""
 
@@ -79,7 +79,7 @@ class Library:
         raise NotImplementedError
 
     def finish(self, x: Any, dtype: str) -> Any:
-        """What `empty` made, in the element type of the inputs."""
+        """Convert the output of `empty` to the element type of the inputs."""
         raise NotImplementedError
 
 
@@ -111,7 +111,7 @@ class _Numpy(Library):
         if dtype == "float16":
             return x.astype(np.float16)
         if dtype == "bfloat16":
-            import ml_dtypes  # the input was one, so it is there
+            import ml_dtypes  # imported already: the input was one of its arrays
 
             return x.astype(ml_dtypes.bfloat16)
         return x
@@ -164,7 +164,7 @@ NUMPY, TORCH, JAX = _Numpy(), _Torch(), _Jax()
 
 
 def library(x: Any, name: str) -> Library:
-    """The library of one array; a `TypeError` that names what is accepted for everything else."""
+    """The library of one array; for anything else a `TypeError` that names the accepted kinds."""
     if type(x) is np.ndarray:
         return NUMPY
     torch = sys.modules.get("torch")
@@ -195,7 +195,7 @@ def check_type(lib: Library, **arrays: Any) -> str:
 
 
 def check_device(lib: Library, **arrays: Any) -> None:
-    """Refuse tensors elsewhere than on the cpu, and those without memory of their own."""
+    """Refuse tensors that are not on the cpu, and those without memory of their own."""
     if lib is NUMPY:
         return
     for name, x in arrays.items():
@@ -234,7 +234,7 @@ def same_library(**arrays: Any) -> Library:
 
 
 def plain(lib: Library, x: Any) -> Any:
-    """A tensor whose memory can be exported: no gradient, nothing lazy. The native module sees to tensors that are no subclass."""
+    """A tensor whose memory can be exported: no gradient, nothing lazy. The native module handles plain tensors."""
     if lib is TORCH and type(x) is not sys.modules["torch"].Tensor:
         if x.requires_grad:
             x = x.detach()

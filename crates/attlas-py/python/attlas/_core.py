@@ -19,7 +19,7 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What happened in a run: pairs scored, rows without a key, rows answered by a fallback, ranks, iterations."""
+    """Counts of a run: pairs scored, rows without a key, rows answered by a fallback, ranks, iterations."""
 
     keys_visited: int
     empty_rows: int
@@ -31,7 +31,7 @@ class RunInfo:
 
 
 class Result(NamedTuple):
-    """Output, log-sum-exp and what happened; parts that were left out are `None`."""
+    """Output, log-sum-exp and counts; parts not requested are `None`."""
 
     out: Any
     lse: Any = None
@@ -175,21 +175,21 @@ def attention(
         float32, float64, bfloat16 or float16; half types are widened to float32 once and rounded once at the end.
     method : id of a method; `attlas.methods()` lists them.
     causal : bool
-        Bottom right, as in flash-attn: query ``i`` sees key ``j`` when ``j <= i + Nk - Nq``. `is_causal` of PyTorch is top
-        left. They agree where ``Nq == Nk``. For 2 queries and 5 keys::
+        Bottom right, as in flash-attn: query ``i`` sees key ``j`` if ``j <= i + Nk - Nq``. `is_causal` of PyTorch is top
+        left. They agree if ``Nq == Nk``. For 2 queries and 5 keys::
 
             here (bottom right)    torch (top left)
             1 1 1 1 0              1 0 0 0 0
             1 1 1 1 1              1 1 0 0 0
 
-        Rows that see no key are 0 with a log-sum-exp of ``-inf``.
+        Rows without a key are 0 with a log-sum-exp of ``-inf``.
     scale : factor on the inner products; ``1/sqrt(D)`` by default.
     key_lengths : valid keys of each sequence, ``[B]``
-        The last query stands at the last valid key. With ``causal=True`` that is not what a right-padded prompt means, whose
+        The last query is aligned to the last valid key. With ``causal=True`` this does not fit a right-padded prompt, whose
         queries are padded, too: `attlas.transformers` handles those.
-    calibration : what `attlas.calibrate` learnt, for methods that need it.
+    calibration : the result of `attlas.calibrate`, for methods that need one.
     out : array to write into, of the kind, type and shape of the result.
-    return_lse, return_info : give a `Result` with the log-sum-exp, and with a `RunInfo`.
+    return_lse, return_info : return a `Result` with the log-sum-exp, and with a `RunInfo`.
     num_threads : threads of this call.
     options, **params : parameters of the method, such as ``block=128``; `attlas.method(id).params` lists them.
 
@@ -264,7 +264,7 @@ def attention(
 
 
 def _check_writable(lib: Library, out: Any, *inputs: Any) -> None:
-    """The rules for `out` where the native module does not see it: a copy stands in."""
+    """Check `out` if a copy replaces it and the native module cannot."""
     import numpy as np
 
     arrays = [x.detach().view(sys.modules["torch"].int16) if lib is TORCH and x.element_size() == 2 else x for x in (out, *inputs)]
@@ -290,7 +290,7 @@ def _lengths(x: Any) -> list[int]:
 
 
 class Calibration:
-    """What a method learnt from data: given to `attention` and `plan`, saved and loaded as JSON."""
+    """Data that a method learnt: passed to `attention` and `plan`, saved and loaded as JSON."""
 
     def __init__(self, native: _native.Calibration) -> None:
         self._native = native
@@ -346,14 +346,14 @@ def calibrate(
 
 
 class Plan:
-    """A problem with everything decided that can be decided before the data is seen; immutable, shared by threads."""
+    """A plan: all decisions about a problem that do not depend on the data; immutable, can be shared by threads."""
 
     def __init__(self, native: _native.Plan, method: str) -> None:
         self._native, self.method = native, method
 
     @property
     def problem(self) -> Problem:
-        """What was planned."""
+        """The planned problem."""
         sizes, scale, causal = self._native.problem
         batch, heads, kv_heads, n_q, n_k, d, d_v = sizes
         return Problem(batch, heads, kv_heads, n_q, n_k, d, d_v, scale, causal)
@@ -380,7 +380,7 @@ class Plan:
         return_info: bool = False,
         num_threads: int | None = None,
     ) -> Any:
-        """Run it; as `attention`."""
+        """Run it, as in `attention`."""
         lib, dtype = common(q, k, v)
         if lib is TORCH:
             torch = sys.modules["torch"]
@@ -410,7 +410,7 @@ class Plan:
         return Result(result, lse, _info(told) if return_info else None)
 
     def stream(self, dtype: str = "float32") -> Stream | None:
-        """Token-by-token decoding; `None` where the method has none."""
+        """Token-by-token decoding; `None` if the method has none."""
         if dtype not in ("float32", "float64"):
             expected = "float32 or float64"
             raise ParameterError(f"dtype = {dtype!r} is not accepted; expected {expected}", "dtype", str(dtype), expected)
@@ -537,7 +537,7 @@ class Method:
         options: Mapping[str, Any] | str | None = None,
         **params: Any,
     ) -> list[str]:
-        """Every reason why it refuses a problem; empty if it does not."""
+        """Every reason why it refuses a problem; empty if it accepts it."""
         n = 1024 if n is None else n
         sizes = [batch, heads, kv_heads or heads, n if n_q is None else n_q, n if n_k is None else n_k, d, d_v or d]
         return _native.supports(self.id, _merged(options, params), sizes, causal, scale)

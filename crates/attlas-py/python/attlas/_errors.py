@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Error(Exception):
-    """Anything that attlas refuses."""
+    """Base of all errors of attlas."""
 
 
 class UnsupportedError(Error, ValueError):
@@ -56,11 +56,11 @@ class ThreadsError(Error, RuntimeError):
 
 
 class NumericalError(Error, RuntimeError):
-    """A computation that has no answer for these numbers."""
+    """A computation without a result for these numbers."""
 
 
 class NeedsCopy(Exception):
-    """Memory that cannot be read as it lies; caught inside the package."""
+    """Memory that cannot be read in place; caught inside the package."""
 
 
 for _class in (

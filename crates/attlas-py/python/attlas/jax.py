@@ -47,7 +47,7 @@ def _call(q: Any, k: Any, v: Any, method: str, causal: bool, scale: float, given
     shapes = (jax.ShapeDtypeStruct((*q.shape[:-1], v.shape[-1]), q.dtype), jax.ShapeDtypeStruct(q.shape[:-1], wide))
 
     def host(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        # Axes that vmap put in front are folded into the batch.
+        # Leading axes from vmap are folded into the batch.
         lead = q.shape[:-3]
         a, b, c = (np.ascontiguousarray(np.asarray(x)).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
         wanted = method == "exact"

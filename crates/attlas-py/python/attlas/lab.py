@@ -69,7 +69,7 @@ class Trace:
         return Trace(_native.Trace.from_arrays(data, causal, source, dict(metadata or {})))
 
     def save(self, path: Any) -> None:
-        """Write it; the name says the format."""
+        """Write it, in the format given by the name."""
         self._native.save(os.fspath(path))
 
     @property
@@ -79,17 +79,17 @@ class Trace:
 
     @property
     def causal(self) -> bool:
-        """Whether it is meant for a causal mask."""
+        """True if its default mask is causal."""
         return self._native.causal
 
     @property
     def source(self) -> str:
-        """What it was made from."""
+        """Its source."""
         return self._native.source
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What it says of itself."""
+        """Its metadata."""
         return self._native.metadata
 
     def __getitem__(self, layer: int) -> Layer:
@@ -107,7 +107,7 @@ class Trace:
 
 
 def _single(x: Any) -> Any:
-    """Single precision that the native module reads."""
+    """The array in single precision, readable by the native module."""
     lib = library(x, "trace")
     if lib.name == "torch":
         x = x.detach().float().cpu()
@@ -131,7 +131,7 @@ def synthetic(kind: str = "clustered", *, n: int = 2048, d: int = 64, heads: int
 
 
 class Recipe:
-    """Which method for which layer and head.
+    """Assignment of methods to layers and heads.
 
     >>> import attlas
     >>> recipe = attlas.Recipe.uniform("sink_window", window=64)
@@ -154,7 +154,7 @@ class Recipe:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Recipe:
-        """From a dictionary with the fields of the file."""
+        """Make a recipe from a dictionary with the fields of the file."""
         return Recipe(_native.Recipe.from_json(json.dumps(data)))
 
     @staticmethod
@@ -163,7 +163,7 @@ class Recipe:
         return Recipe(_native.Recipe.uniform(method, params))
 
     def save(self, path: Any) -> None:
-        """Write it as TOML; `attlas generate --recipe` takes it, too."""
+        """Write it as TOML, which `attlas generate --recipe` reads, too."""
         temporary = f"{os.fspath(path)}.tmp"
         try:
             with open(temporary, "w", encoding="utf-8") as file:
@@ -239,7 +239,7 @@ def as_recipe(what: Any, params: Mapping[str, Any] | None = None) -> Recipe:
 
 
 class _Steps:
-    """Tells people what is being done."""
+    """Progress messages for the user."""
 
     def __init__(self, progress: bool | Progress | None) -> None:
         self.call: Progress | None = progress if callable(progress) else None
@@ -292,7 +292,7 @@ def _span(x: str | Iterable[int] | int | None) -> str | None:
 
 
 def is_model(x: Any) -> bool:
-    """Whether it is a transformers model."""
+    """True if it is a transformers model."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.nn.Module)
 
@@ -343,11 +343,11 @@ def compare(
     progress: bool | Progress | None = None,
     on_interrupt: str = "raise",
 ) -> Record:
-    """Errors and times of methods beside exact attention, on the queries, keys and values of a source.
+    """Errors and times of methods against exact attention, on the queries, keys and values of a source.
 
     `source` is a `Trace`, `"demo"`, `"synthetic:clustered,n=4096"`, a file, a GGUF file with `text=`, or a transformers model
     with `text=` and `tokenizer=`. `set` is `{"top_k.keys": 32}`. Ctrl-C raises `KeyboardInterrupt`; with
-    `on_interrupt="return"` it gives what is finished.
+    `on_interrupt="return"` the finished part is returned.
 
     >>> import attlas
     >>> c = attlas.compare(attlas.synthetic(n=128, d=16), methods="top_k", set={"top_k.keys": 16}, seeds=1)
@@ -396,7 +396,7 @@ def inspect(
 
 
 class Report:
-    """One page with everything that was found; opens from disk, shown in a frame in a notebook."""
+    """A report page; opens from disk, shown in a frame in a notebook."""
 
     def __init__(self, page: str) -> None:
         self.html = page
@@ -450,7 +450,7 @@ def report(
 
 
 def token_ids(text: Any, tokenizer: Any) -> tuple[list[int], str, str]:
-    """Tokens of a text, the file of a text, or tokens as they are; with a name and the hash of the bytes."""
+    """Tokens of a text, of a text file, or given directly; with a name and the hash of the bytes."""
     if isinstance(text, str | os.PathLike):
         name = "text"
         words: str
@@ -521,7 +521,7 @@ def perplexity(
     progress: bool | Progress | None = None,
     **params: Any,
 ) -> Record:
-    """How well a model predicts a text, and what a method or recipe does to that: the record of `attlas perplexity --json`."""
+    """Perplexity of a model on a text, also with a method or recipe: the record of `attlas perplexity --json`."""
     if method is not None and recipe is not None:
         raise ParameterError("method and recipe: expected one of them, found both", "recipe", "both", "one")
     what = None if method is None and recipe is None else as_recipe(recipe if recipe is not None else method, params)
@@ -664,7 +664,7 @@ def _mean(x: Any) -> tuple[float, float]:
 
 
 class Tuned(Record):
-    """What `tune` found; `recipe` is the `Recipe`, `rounds` what was tried."""
+    """The result of `tune`; `recipe` is the `Recipe`, `rounds` are the budgets tried."""
 
     _recipe: Recipe | None = None
 
@@ -694,10 +694,11 @@ def tune(
     num_threads: int | None = None,
     progress: bool | Progress | None = None,
 ) -> Tuned:
-    """Choose a method for each head of a transformers model within an error that is accepted.
+    """Choose a method for each head of a transformers model within an accepted error.
 
     Heads are measured on the model's own queries, keys and values by the Rust search; each recipe is checked by running the
-    model on text that was not used for tuning. `state` is a file of measurements: a search that was interrupted goes on from it.
+    model on text that was not used for tuning. `state` is a file of measurements from which an
+    interrupted search resumes.
     Models of the Rust runtime are tuned by `attlas tune`.
     """
     if not is_model(model):
@@ -741,7 +742,7 @@ def tune(
 
 
 def need(package: str, extra: str) -> Any:
-    """Import an optional library, or say which extra brings it."""
+    """Import an optional library; the error names the extra that installs it."""
     import importlib
 
     try:

@@ -1,8 +1,8 @@
 """`python -m attlas.lm_eval …`: the harness of EleutherAI with every attention of attlas registered.
 
 Takes the arguments of `lm_eval`; `--model_args pretrained=DIR,attn_implementation=attlas:hyper` names the attention. Batches are
-padded on the right without a mask there, which causal attention does not see but a budget that depends on the length does: use
-`--batch_size 1` for approximate methods.
+padded on the right without a mask there, which does not affect causal attention but does affect a budget that depends
+on the length: use `--batch_size 1` for approximate methods.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ._errors import missing
 
 
 def main() -> None:
-    """Register and hand over to lm-eval."""
+    """Register the attentions and run lm-eval."""
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError:

@@ -1,5 +1,5 @@
-"""The operator `attlas::attention` for PyTorch: seen as one opaque op by `torch.compile` and `torch.export`, with the exact
-gradient of exact attention."""
+"""The operator `attlas::attention` for PyTorch: one opaque op for `torch.compile` and `torch.export`, with the exact gradient
+of exact attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCK = 512
 
 
 def _text(options: Any) -> str:
-    """Options as they print: `block=64,seed=1`."""
+    """Options as text: `block=64,seed=1`."""
     if not options:
         return ""
     if isinstance(options, str):
@@ -168,8 +168,8 @@ def attention(
 ) -> Any:
     """Attention on `[B, H, N, D]` tensors as one operator.
 
-    With `backward="exact"` the gradient of a method is exact attention's at the same inputs: biased, since it is the gradient
-    of another function than the one computed.
+    With `backward="exact"` the gradient of a method is exact attention's at the same inputs: biased, because it is the
+    gradient of a function other than the one computed.
 
     >>> import torch
     >>> q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
@@ -193,7 +193,7 @@ def _through_op(
     q: Any, k: Any, v: Any, method: str, causal: bool, scale: float | None, layout: str, key_lengths: Any,
     calibration: Calibration | None, out: Any, return_lse: bool, return_info: bool, num_threads: int | None, options: Any,
 ) -> Any:  # fmt: skip
-    """`attlas.attention` where the graph must be kept."""
+    """`attlas.attention` as an operator, which keeps the graph."""
     reasons = [
         f"{name} has no gradient and cannot be compiled: use torch.no_grad()"
         for name, x in (("key_lengths", key_lengths), ("calibration", calibration), ("out", out))

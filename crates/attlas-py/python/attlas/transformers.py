@@ -98,7 +98,7 @@ _NUMBERS = itertools.count(1)
 
 
 def _interval(seen: Any) -> Any:
-    """The interval of keys in each row of a boolean mask: equal ends for none, (-1, -1) where there are gaps."""
+    """The interval of keys in each row of a boolean mask: equal ends for none, (-1, -1) if there are gaps."""
     n_k = seen.shape[-1]
     n = seen.sum(-1)
     if n_k == 0:
@@ -126,7 +126,7 @@ def interval_mask(
 ) -> Any:
     """The mask of transformers as int32 `[B, 1, N, 2]`: the half-open interval of keys that each query sees.
 
-    Four axes, so that `generate()` recognises it as a finished mask; tensor operations alone, so that it compiles.
+    Four axes, by which `generate()` recognises a finished mask; tensor operations only, which compile.
     """
     plain = mask_function is bidirectional_mask_function
     if mask_function is causal_mask_function or plain:
@@ -312,7 +312,7 @@ def _keep(
     entry: _Entry, layer: int, q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, s_aux: Any,
     reasons: list[str], kwargs: dict[str, Any],
 ) -> None:  # fmt: skip
-    """What the recording function was handed, where a trace can hold it."""
+    """Keep the arguments of the recording function, if a trace can represent them."""
     assert entry.record is not None
     n = q.shape[-2]
     why = "; ".join(reasons)
@@ -335,7 +335,7 @@ def _keep(
 
 
 def _by_hand(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, s_aux: Any, kwargs: dict[str, Any]) -> Any:
-    """Attention of a layer that a trace leaves out, so that the layers behind it see what the model computes."""
+    """Attention of a layer that a trace leaves out; later layers then get the model's own values."""
     size = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(size, 1) for x in (k, v))
     scores = q.float() @ k.float().transpose(-1, -2) * scale
@@ -373,7 +373,7 @@ def _put(name: str, recipe: Recipe) -> _Entry:
         return _forward(name, module, query, key, value, attention_mask, **kwargs)
 
     attention.__name__ = f"attlas_{name}"
-    # Without a mask function of the same name, transformers drops padding and windows without a word.
+    # Without a mask function of the same name, transformers silently drops padding and windows.
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, interval_mask)
     return entry
@@ -382,8 +382,8 @@ def _put(name: str, recipe: Recipe) -> _Entry:
 def register(name: str = "attlas", method: str = "exact", *, recipe: Any = None, **params: Any) -> list[str]:
     """Register names for `attn_implementation`.
 
-    Without arguments: `attlas` (exact attention) and `attlas:<id>` for every method that is causal, learns nothing from data
-    and is no oracle. With a name, a method or a recipe: one more.
+    Without arguments: `attlas` (exact attention) and `attlas:<id>` for every causal method that needs no calibration and is
+    no oracle. With a name, a method or a recipe: one more.
 
     Returns
     -------
@@ -406,7 +406,7 @@ def register(name: str = "attlas", method: str = "exact", *, recipe: Any = None,
 
 
 def stats(name: str = "attlas", *, reset: bool = False) -> Record:
-    """Calls of one registered name by layer, method and heads: was it used, and where did exact attention stand in?"""
+    """Calls of one registered name by layer, method and heads; shows where exact attention replaced a method."""
     entry = _ENTRIES.get(name)
     if entry is None:
         raise KeyError(f"expected one of {', '.join(sorted(_ENTRIES)) or 'no name yet: call register()'}, found {name!r}")
@@ -457,7 +457,7 @@ def _check_interface(model: Any) -> None:
 
 
 class use:
-    """Let a model attend by a method, a recipe or the recipe of a file; `with` puts the former attention back.
+    """Make a model use a method, a recipe or the recipe of a file; `with` restores the former attention.
 
     >>> import attlas.transformers as hf
     >>> with hf.use(model, "sink_window", window=64):  # doctest: +SKIP
@@ -506,7 +506,7 @@ def _is_causal(model: Any) -> bool:
 
 
 class _StreamLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values, and the method's stream beside them."""
+    """Keys and values with the method's stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -515,7 +515,7 @@ class _StreamLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        # The attention function is handed this very tensor, and nothing else of the cache.
+        # The attention function receives exactly this tensor and nothing else of the cache.
         keys._attlas = self
         return keys, values
 
@@ -544,7 +544,7 @@ class _StreamLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class StreamCache(DynamicCache):  # type: ignore[misc]
-    """A cache whose layers also keep the streams of their methods, so that decoding is the method's, too.
+    """A cache whose layers also keep the streams of their methods, which then decode.
 
     Without it, tokens after the prompt are decoded by exact attention over the keys. Padded batches, methods without a
     stream and compiled models decode exactly in any case.
@@ -600,16 +600,16 @@ class record:
 
     @property
     def left_out(self) -> dict[int, str]:
-        """Layers that a trace cannot hold, with the reason."""
+        """Layers that a trace cannot represent, with the reason."""
         return dict(self._used._entry.left_out)
 
     @property
     def sinks(self) -> list[int]:
-        """Recorded layers with learnt sinks. Their output is `out · sigmoid(lse - sink)`: the trace holds `out`."""
+        """Recorded layers with learnt sinks. Their output is `out · sigmoid(lse - sink)`: the trace has `out`."""
         return sorted(self._used._entry.sinks & set(self.layers))
 
     def trace(self, source: str = "model", metadata: dict[str, str] | None = None) -> Trace:
-        """What was recorded."""
+        """The recorded trace."""
         if self.left_out:
             words = "; ".join(f"layer {n}: {why}" for n, why in sorted(self.left_out.items()))
             warnings.warn(f"layers left out of the trace: {words}", stacklevel=2)

@@ -9,13 +9,13 @@ use attlas_lab::table::{Table, percent, seconds, times};
 use attlas_lab::workload::LayerData;
 use std::time::Instant;
 
-/// Decoded tokens: several times the tokens between two refreshes or updates.
+/// Decoded tokens: several times the interval between two refreshes or updates.
 const TOKENS: usize = 128;
 
-/// Tokens that the model reads at most; longer caches hold them several times over.
+/// Most tokens that the model reads; longer caches repeat them.
 const READ: usize = 32768;
 
-/// Methods of the table, at their defaults and with settings that were chosen on another text for an error of 0.1.
+/// Methods of the table, with defaults and with settings chosen on another text for an error of 0.1.
 const LISTED: &[&str] = &[
     "sampled_columns",
     "sampled_columns far_share=0.05 refresh=64",
@@ -57,7 +57,7 @@ fn decoded(subject: &Subject, layer: &LayerData, ws: &mut Workspace) -> Outcome<
         visited += info.keys_visited + info.setup_scores;
         rows.push(row);
     }
-    // Heads first, as errors are by head.
+    // Heads first, because errors are per head.
     let heads = (0..p.n_heads).flat_map(|h| rows.iter().flat_map(move |r| &r[h * p.d_v..(h + 1) * p.d_v]));
     let share = visited as f64 / (TOKENS * p.n_heads * p.n_k) as f64;
     Ok(Decoded { rows: heads.copied().collect(), setup, tokens, share, bytes: stream.state_bytes() })

@@ -21,7 +21,7 @@ struct Found {
     fallback: f64,
 }
 
-/// Runs a method on every head, a random one with several seeds whose errors are averaged.
+/// Runs a method on every head; errors of a random method are averages over several seeds.
 fn measure(
     subject: &Subject,
     heads: &Workload,
@@ -85,7 +85,7 @@ fn row(name: String, found: &Found) -> Vec<String> {
     ]
 }
 
-/// The best methods at a fifth of the scores, on the demo's heads and on 72 heads at 4096 tokens.
+/// Compares the best methods at a fifth of the scores, on the demo's heads and on 72 heads at 4096 tokens.
 pub(crate) fn errors(args: &Args) -> Outcome<()> {
     let mut ws = Workspace::new(Schedule::default())?;
     let listed = [
@@ -126,7 +126,7 @@ pub(crate) fn errors(args: &Args) -> Outcome<()> {
     Ok(())
 }
 
-/// Every method with a near field against that near field alone.
+/// Compares every method with a near field against that near field alone.
 pub(crate) fn near(args: &Args) -> Outcome<()> {
     let mut ws = Workspace::new(Schedule::default())?;
     let layers = args.layers.clone().unwrap_or(LAYERS.to_vec());
@@ -172,8 +172,8 @@ pub(crate) fn near(args: &Args) -> Outcome<()> {
     Ok(())
 }
 
-/// Settings at which a method with its near field computes at most a quarter of the scores, and those without which it would be
-/// exact attention at this length. Chosen on another text.
+/// Settings at which a method with its near field computes at most a quarter of the scores, and those that keep it from
+/// being exact attention at this length. Chosen on another text.
 const SETTINGS: &[(&str, &str)] = &[
     ("anna", "weights=softmax"),
     ("block_sparse", "sinks=0 threshold=0.45 window=0"),
@@ -190,7 +190,7 @@ const SETTINGS: &[(&str, &str)] = &[
     ("wildcat", "block=256 rank=24 sinks=0 window=0"),
 ];
 
-/// Every clustering, low-rank and positive-feature method with a log-sum-exp, or those of `--try`.
+/// Returns every clustering, low-rank and positive-feature method with a log-sum-exp, or those of `--try`.
 fn subjects(args: &Args) -> Outcome<Vec<Subject>> {
     if !args.subjects.is_empty() {
         return Ok(args.subjects.clone());

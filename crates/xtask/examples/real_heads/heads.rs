@@ -1,4 +1,4 @@
-//! Heads of a model reading a text, kept as traces.
+//! Heads of a model reading a text, cached as traces.
 
 use crate::Outcome;
 use attlas::{Mask, Out, Plan, Qkv, RunInfo, TensorMut, Workspace};
@@ -14,13 +14,13 @@ use std::sync::atomic::AtomicBool;
 /// Tokens that the model was trained on.
 const TRAINED: usize = 8192;
 
-/// Where model, texts and traces lie.
+/// Paths of model, texts and traces.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) model: PathBuf,
-    /// Read one after the other.
+    /// The texts, read in order.
     pub(crate) texts: Vec<PathBuf>,
-    /// Another text, for methods that learn from one.
+    /// Another text, for methods that need calibration.
     pub(crate) calibration: PathBuf,
     pub(crate) traces: PathBuf,
 }
@@ -37,12 +37,12 @@ impl Default for Place {
 }
 
 impl Place {
-    /// Layers of the model at the first `n` tokens of the texts.
+    /// Returns layers of the model at the first `n` tokens of the texts.
     pub(crate) fn heads(&self, n: usize, layers: &[usize]) -> Outcome<Workload> {
         self.load(&self.texts, n, layers)
     }
 
-    /// The same of the text to learn from.
+    /// Returns layers of the model on the calibration text.
     pub(crate) fn to_learn_from(&self, n: usize, layers: &[usize]) -> Outcome<Workload> {
         self.load(std::slice::from_ref(&self.calibration), n, layers)
     }
@@ -91,7 +91,7 @@ fn first(texts: &[PathBuf]) -> Outcome<&Path> {
     Ok(texts.first().ok_or("--text names no file")?)
 }
 
-/// Runs a plan for one key head and the query heads that share it; `[heads, n, d_v]` rows.
+/// Runs a plan for one key head and the query heads that share it; returns `[heads, n, d_v]` rows.
 pub(crate) fn run(plan: &dyn Plan, x: Qkv<'_, f32>, ws: &mut Workspace) -> Outcome<(Vec<f32>, RunInfo)> {
     let p = plan.problem();
     let dims = [1, p.n_heads, p.n_q, p.d_v];
@@ -101,7 +101,7 @@ pub(crate) fn run(plan: &dyn Plan, x: Qkv<'_, f32>, ws: &mut Workspace) -> Outco
     Ok((rows, info))
 }
 
-/// Relative Frobenius error of each head.
+/// Returns the relative Frobenius error of each head.
 pub(crate) fn head_errors(got: &[f32], exact: &[f32], heads: usize) -> Vec<f64> {
     let size = exact.len() / heads;
     let error = |(a, b): (&[f32], &[f32])| {
@@ -112,7 +112,7 @@ pub(crate) fn head_errors(got: &[f32], exact: &[f32], heads: usize) -> Vec<f64> 
     got.chunks_exact(size).zip(exact.chunks_exact(size)).map(error).collect()
 }
 
-/// The same tokens `times` times over: every key has as many equals.
+/// Repeats the tokens `times` times.
 pub(crate) fn repeat(workload: &mut Workload, times: usize) {
     for layer in &mut workload.layers {
         let p = layer.problem;
@@ -125,7 +125,7 @@ pub(crate) fn repeat(workload: &mut Workload, times: usize) {
     }
 }
 
-/// The key heads of all layers.
+/// Returns the key heads of all layers.
 pub(crate) fn groups(workload: &Workload) -> impl Iterator<Item = (usize, &LayerData, usize)> {
     let layers = workload.layers.iter().enumerate();
     layers.flat_map(|(i, layer)| (0..layer.problem.n_kv_heads).map(move |g| (i, layer, g)))

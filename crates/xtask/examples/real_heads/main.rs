@@ -1,4 +1,4 @@
-//! The tables of docs/benchmarks/real-heads.md: methods on heads of SmolLM2 while it reads a text that nothing was tuned on.
+//! The tables of docs/benchmarks/real-heads.md: methods on heads of SmolLM2 while it reads a text not used for tuning.
 //!
 //! ```text
 //! scripts/fetch-models --lee
@@ -6,10 +6,11 @@
 //!     [--calibrate FILE] [--traces FOLDER] [--layers 1,5,9] [--n 8192,32768] [--runs 3] [--try 'ID PARAM=VALUE …']
 //! ```
 //!
-//! `errors` holds methods that read at most a fifth of the scores against a window; `near` every method with a near field against
-//! that near field alone; `speed` prompts and `decode` single tokens against exact attention. `--try`, as often as wanted, takes
-//! the place of the methods that a table lists. Queries, keys and values are kept in `--traces`, so a second run begins
-//! at once. Lengths past the trained context stretch the base of the rotation (NTK-aware).
+//! `errors` compares methods that compute at most a fifth of the scores with a window; `near` compares every method
+//! with a near field with that near field alone; `speed` compares prompts, and `decode` single tokens, with exact
+//! attention. `--try`, which may be repeated, replaces the methods of a table. Queries, keys and values are cached in
+//! `--traces`: a second run starts at once. Lengths past the trained context stretch the base of the rotation
+//! (NTK-aware).
 
 mod decode;
 mod errors;
@@ -30,7 +31,7 @@ pub(crate) struct Subject {
 }
 
 impl Subject {
-    /// Reads `id param=value param=value`.
+    /// Parses `id param=value param=value`.
     pub(crate) fn read(text: &str) -> Outcome<Self> {
         let mut words = text.split_whitespace();
         let method = registry::method(words.next().ok_or("--try needs the id of a method")?)?;
@@ -43,12 +44,12 @@ impl Subject {
         Ok(Self { method, options })
     }
 
-    /// The same with one more setting.
+    /// Adds a setting.
     pub(crate) fn with(&self, name: &str, value: impl Into<attlas::params::Value>) -> Self {
         Self { method: self.method, options: self.options.clone().with(name, value) }
     }
 
-    /// Id and settings in one line.
+    /// Formats id and settings in one line.
     pub(crate) fn name(&self) -> String {
         let settings: Vec<String> = self.options.iter().map(|(k, v)| format!("{k}={v}")).collect();
         [self.method.id.to_string(), settings.join(" ")].join(" ").trim_end().to_string()
@@ -66,7 +67,7 @@ pub(crate) struct Args {
 }
 
 impl Args {
-    /// The methods of `--try`, or else those that `listed` names.
+    /// Returns the methods of `--try`, or else those in `listed`.
     pub(crate) fn subjects_or(&self, listed: &[&str]) -> Outcome<Vec<Subject>> {
         match self.subjects.is_empty() {
             true => listed.iter().map(|text| Subject::read(text)).collect(),

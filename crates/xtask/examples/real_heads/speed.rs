@@ -12,7 +12,7 @@ use std::time::Instant;
 const LENGTHS: [usize; 2] = [8192, 32768];
 const LAYERS: [usize; 2] = [1, 5];
 
-/// Methods of the table at the trained length and below, and past it. Settings were chosen on another text.
+/// Methods of the table up to the trained length, and beyond it. Settings were chosen on another text.
 const SHORT: &[&str] = &[
     "sampled_columns",
     "sampled_columns precision=bf16",
@@ -30,7 +30,7 @@ const LONG: &[&str] = &[
     "sampled_columns block=256 diagonals=0 far_share=0.08 precision=bf16",
 ];
 
-/// One run with its plan: outputs, seconds, share of the scores.
+/// Makes one run with its plan; returns outputs, seconds and share of the scores.
 fn once(subject: &Subject, layer: &LayerData, rows: &mut [f32], ws: &mut Workspace) -> Outcome<(f64, f64)> {
     let problem = attlas::Problem { mask: MASK, ..layer.problem };
     let inputs = layer.inputs()?;

@@ -1,9 +1,9 @@
-//! Changes that have to prove themselves: one layer at a time, kept only where text set aside is predicted no worse.
+//! Acceptance of changes: one layer at a time, kept only if held-out text is predicted no worse.
 //!
-//! Layers are tried from the last to the first, each at every rank given and on top of what was kept before it. The best
-//! of a layer's trials is kept if the mean negative log-likelihood of the tokens set aside does not rise. Those are not
-//! the tokens that the record measures on: what is chosen by a text looks better on that text than it is. This is how
-//! TRAWL (luo2025) chooses layers and rank, except that its authors report on the metric they choose by.
+//! Layers are tried from the last to the first, each at every given rank and on top of the changes kept before. The
+//! best trial of a layer is kept if the mean negative log-likelihood of the held-out tokens does not rise. The record
+//! measures on other tokens, because a choice looks better on the text it was made on. TRAWL (luo2025) chooses layers
+//! and rank in this way, except that its authors report the metric they choose by.
 
 use super::Settings;
 use crate::self_check::SelfCheck;
@@ -21,9 +21,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// The rule of acceptance.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Accept {
-    /// Tokens set aside, after those that are measured on.
+    /// Held-out tokens, after those of the measurement.
     pub tokens: usize,
-    /// Ranks that are tried; that of the options alone where there are none.
+    /// Ranks to try; only that of the options if empty.
     pub ranks: Vec<usize>,
 }
 
@@ -32,40 +32,40 @@ pub struct Accept {
 pub struct Trial {
     /// The layer.
     pub layer: usize,
-    /// The largest rank that was kept in it.
+    /// The largest rank of its factors.
     pub rank: usize,
     /// Relative error of its weights.
     pub rel_error: f64,
-    /// Mean negative log-likelihood of the tokens set aside with what was kept before, in nats.
+    /// Mean negative log-likelihood of the held-out tokens with the changes kept before, in nats.
     pub nll_before: f64,
-    /// The same with this change as well.
+    /// The same with this change, too.
     pub nll_after: f64,
     /// Standard error of the difference over paired tokens.
     pub change_se: f64,
-    /// The change was kept.
+    /// True if the change was kept.
     pub accepted: bool,
 }
 
-/// Trials, and those that were kept.
+/// All trials, and the result of those kept.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Acceptance {
-    /// Tokens set aside that were scored.
+    /// Held-out tokens that were scored.
     pub scored: usize,
     /// Perplexity of the model on them.
     pub ppl_before: f64,
-    /// Perplexity with all that was kept.
+    /// Perplexity with all kept changes.
     pub ppl_after: f64,
-    /// In the order in which they were made.
+    /// Trials in their order.
     pub trials: Vec<Trial>,
 }
 
 impl Acceptance {
-    /// Layers of which a change was kept, the last first.
+    /// Returns the layers with a kept change, the last first.
     pub fn layers(&self) -> Vec<usize> {
         self.trials.iter().filter(|t| t.accepted).map(|t| t.layer).collect()
     }
 
-    /// One line a trial.
+    /// Returns a table with one line per trial.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["layer", "rank", "error", "nll before", "change", "+-", "<kept"]);
         for t in &self.trials {
@@ -89,7 +89,7 @@ pub fn set_rank(conversion: &Conversion, options: &mut Options, rank: usize) {
     ranks.for_each(|p| options.set(p.name, rank));
 }
 
-/// Tries the named layers, or all of them. `progress` receives what is tried, trials done and trials in all.
+/// Tries the named layers, or all of them. `progress` receives the current trial, trials done and trials in all.
 pub(super) fn choose<'a>(
     model: &'a Arc<Model>,
     settings: &Settings,
@@ -143,7 +143,7 @@ pub(super) fn choose<'a>(
             let mut change = Mean::default();
             scores.iter().zip(&nll).for_each(|(after, before)| change.push(after - before));
             let nll_after = stats::mean(&scores);
-            // A score that is no number is no better than any other.
+            // NaN is never better.
             let bar = best.as_ref().map_or(nll_before, |(_, _, nll)| stats::mean(nll));
             if nll_after < bar || (best.is_none() && nll_after <= bar) {
                 best = Some((trials.len(), with, scores));
@@ -161,7 +161,7 @@ pub(super) fn choose<'a>(
     Ok((kept, acceptance))
 }
 
-/// An error where there is nothing to predict, or nothing was left to set aside.
+/// Fails if the model predicts no text, or if no tokens were left to hold out.
 pub(super) fn check(tokens: Option<&[u32]>) -> Result<()> {
     match tokens {
         None => Err(Error::argument("--accept", "a model that predicts text", "an encoder")),
@@ -251,7 +251,7 @@ mod tests {
         }
         assert!((now.exp() / chosen.ppl_after - 1.0).abs() < 1e-12 && chosen.ppl_after < chosen.ppl_before);
 
-        // What comes out is the model with those layers changed and no other.
+        // The result is the model with exactly those layers changed.
         let after = Arc::new(kept.model(Elements::F32).unwrap());
         let again = SelfCheck::new(&after, &text, 32, &threads, &mut |_, _| {}, &go_on).unwrap().into_nll();
         assert_eq!((again.len(), stats::mean(&again)), (chosen.scored, now));

@@ -1,9 +1,9 @@
 //! Second moments from a text, gathered before matrices are decomposed.
 //!
-//! Second moments of the inputs of every matrix make its decomposition the best for that text. Where ranks are spread
-//! over all matrices under one budget, losses of different matrices have to be comparable: each matrix is cut alone to the
-//! rank at which its factors store as much as itself, and the divergence of the predictions from the model's own on the
-//! first tokens of the text, divided by the relative squared error of the outputs, is what a unit of that error costs.
+//! With the second moments of a matrix's inputs, its decomposition is the best for that text. If one budget distributes
+//! ranks over all matrices, their losses must be comparable: each matrix alone is truncated to the rank at which its
+//! factors store as much as the matrix, and the price of a unit of error is the divergence of the predictions on the
+//! first tokens of the text, divided by the relative squared error of the outputs.
 
 use super::{Settings, paragraphs};
 use crate::rewrite::Bench;
@@ -20,11 +20,12 @@ use std::sync::Arc;
 /// A text to fit to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Calibrate {
-    /// The text. Where it is the one that is measured on, what follows the tokens that are measured and set aside is read.
+    /// The text. If it is also the text of the measurement, the tokens after the measured and the held-out ones are
+    /// used.
     pub text: PathBuf,
     /// Tokens of it, or paragraphs for an encoder.
     pub tokens: usize,
-    /// Tokens of it that sensitivities are measured on, where a budget for all matrices needs them.
+    /// Tokens of it for the sensitivities, if a budget for all matrices needs them.
     pub probe: usize,
 }
 
@@ -39,9 +40,9 @@ pub struct Calibrated {
     pub tokens: usize,
     /// Root mean square of the relative errors of outputs on it, by numbers of the matrices.
     pub seen_error: f64,
-    /// By matrix, the nats a token that a unit of relative squared error of its outputs costs, where that was measured.
+    /// By matrix, the cost of a unit of relative squared error of its outputs, in nats per token, if measured.
     pub sensitivity: Option<Vec<Sensitivity>>,
-    /// The sum of all losses that these predict for what was kept, in nats a token.
+    /// Total loss that these predict for the kept ranks, in nats per token.
     pub predicted_kl: Option<f64>,
 }
 
@@ -50,12 +51,12 @@ pub struct Calibrated {
 pub struct Sensitivity {
     /// The matrix.
     pub what: String,
-    /// Nats a token for a unit of relative squared error.
+    /// Nats per token for a unit of relative squared error.
     pub nats: f64,
 }
 
 impl Calibrated {
-    /// With what was lost in the end.
+    /// Adds the final losses.
     pub(super) fn with_losses(mut self, losses: &[Loss]) -> Self {
         let seen = || losses.iter().filter_map(|l| Some((l, l.seen_error?.powi(2))));
         let total: usize = seen().map(|(l, _)| l.before).sum();
@@ -69,7 +70,7 @@ impl Calibrated {
     }
 }
 
-/// Reads the calibration text of the settings, where there is one.
+/// Reads the calibration text of the settings, if there is one.
 pub(super) fn learn(bench: &Bench<'_>, settings: &Settings) -> Result<(Option<Learnt>, Option<Calibrated>)> {
     let Some(calibrate) = &settings.calibrate else { return Ok((None, None)) };
     if !settings.conversion.reads_text {
@@ -125,7 +126,7 @@ fn same_file(a: &Path, b: &Path) -> bool {
     a == b || matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
 }
 
-/// For each matrix the nats a token that a unit of relative squared error of its outputs costs.
+/// Measures for each matrix the cost of a unit of relative squared error of its outputs, in nats per token.
 fn sensitivities(
     bench: &Bench<'_>,
     settings: &Settings,
@@ -157,7 +158,7 @@ fn sensitivities(
         let error = one.rewritten.losses.iter().filter_map(|l| l.seen_error).fold(0.0, f64::max).powi(2);
         let changed = Arc::new(one.model(Elements::F32)?);
         let kl = check.against(&changed, threads, &mut |_, _| {}, stop)?.kl_mean;
-        // Outputs of lower rank than that lose nothing: no error has a price there, and none is made.
+        // If the outputs have a lower rank, nothing is lost, and the price does not matter.
         let nats = if error > 1e-12 { (kl / error).max(0.0) } else { 0.0 };
         out.push((slot, nats));
     }

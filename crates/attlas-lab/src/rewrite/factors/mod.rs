@@ -1,7 +1,7 @@
-//! A model in factored form beside the one it was made from: what it predicts, what it stores, what it costs.
+//! A model in factored form against its original: predictions, storage and cost.
 //!
-//! The folder is written first and opened again, so that everything measured is measured on what was written. Smaller is
-//! not always faster: times of both models are taken in turn, and the record says which got slower.
+//! The folder is written first and reopened: all measurements are made on the written model. Smaller is not always
+//! faster: both models are timed in turn, and the record names the times that got longer.
 
 mod accept;
 mod calibrate;
@@ -34,15 +34,15 @@ pub struct Settings {
     pub model: PathBuf,
     /// The conversion.
     pub conversion: &'static Conversion,
-    /// Parameters of that.
+    /// Parameters of the conversion.
     pub options: Options,
-    /// Layers; the conversion's choice where absent.
+    /// Layers; the conversion's choice if absent.
     pub layers: Option<Vec<usize>>,
-    /// Matrices; the conversion's choice where absent.
+    /// Matrices; the conversion's choice if absent.
     pub roles: Option<Vec<Role>>,
-    /// How factors are stored; where absent, as most numbers of the model are, those in blocks in 8 bits.
+    /// Element type of factors; if absent, that of most numbers of the model, with 8 bits for quantised ones.
     pub elements: Option<Elements>,
-    /// Where to.
+    /// Output folder or GGUF file.
     pub out: PathBuf,
     /// The text both models read.
     pub text: PathBuf,
@@ -52,16 +52,16 @@ pub struct Settings {
     pub window: usize,
     /// Times each measurement is repeated; 0 measures no times.
     pub repeats: usize,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
-    /// Change one layer at a time and keep what text set aside accepts.
+    /// Change one layer at a time and keep only changes that pass on held-out text.
     pub accept: Option<Accept>,
-    /// Fit to the inputs that a text gives the matrices.
+    /// Fit to the matrices' inputs on a text.
     pub calibrate: Option<Calibrate>,
 }
 
 impl Settings {
-    /// How factors of this model are stored.
+    /// Returns the element type of this model's factors.
     fn elements_of(&self, model: &Model) -> Elements {
         self.elements.unwrap_or_else(|| Elements::of(model))
     }
@@ -74,17 +74,17 @@ pub struct Figures {
     pub parameters: usize,
     /// Bytes of its tensors.
     pub bytes: usize,
-    /// Operations for a token that sees a whole window.
+    /// Operations for a token that attends to a whole window.
     pub flops_per_token: u64,
-    /// Bytes of the cache for each token; absent for an encoder.
+    /// Bytes cached per token; absent for an encoder.
     pub cache_bytes_per_token: Option<usize>,
-    /// Seconds for all tokens of a window at once, median; of an encoder, for all texts.
+    /// Median seconds for all tokens of a window at once; for an encoder, for all texts.
     pub prefill_seconds: Option<f64>,
-    /// Seconds for one more token after a window, median; absent for an encoder.
+    /// Median seconds for one more token after a window; absent for an encoder.
     pub decode_seconds: Option<f64>,
 }
 
-/// How far embeddings of an encoder moved.
+/// Change of an encoder's embeddings.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Embeddings {
     /// Texts compared.
@@ -106,9 +106,9 @@ pub struct Record {
     pub conversion: &'static str,
     /// Its parameters.
     pub params: Options,
-    /// How factors are stored.
+    /// Element type of the factors.
     pub dtype: &'static str,
-    /// The folder that was written.
+    /// The written folder.
     pub out: String,
     /// The text.
     pub text: String,
@@ -116,13 +116,13 @@ pub struct Record {
     pub text_sha256: String,
     /// Tokens of a window.
     pub window: usize,
-    /// Seconds of the conversion itself, with all that was tried.
+    /// Seconds of the conversion itself, with all trials.
     pub convert_seconds: f64,
     /// Root mean square of the relative errors of weights, by numbers.
     pub rel_error: f64,
-    /// Losses by place.
+    /// Losses by matrix.
     pub losses: Vec<Loss>,
-    /// Trials, where each change had to be accepted.
+    /// Trials, if each change had to be accepted.
     pub acceptance: Option<Acceptance>,
     /// The text that weights were fitted to.
     pub calibration: Option<Calibrated>,
@@ -130,11 +130,11 @@ pub struct Record {
     pub before: Figures,
     /// The written folder.
     pub after: Figures,
-    /// Predictions of both, where the model makes any.
+    /// Predictions of both, if the model predicts tokens.
     pub quality: Option<Quality>,
-    /// Embeddings of both, where the model makes those.
+    /// Embeddings of both, if the model is an encoder.
     pub embeddings: Option<Embeddings>,
-    /// `prefill` and `decode`, as far as they take longer than before by 5 % or more.
+    /// `prefill` and `decode`, if they take at least 5 % longer than before.
     pub slower: Vec<&'static str>,
 }
 
@@ -231,15 +231,15 @@ impl Rewrite for Settings {
 /// The text that both models read.
 #[derive(Debug)]
 pub struct Texts {
-    /// Its tokens are to be predicted.
+    /// The text whose tokens are predicted.
     text: Text,
-    /// The tokens after those, where they decide what is kept.
+    /// The tokens after those, if they decide which changes are kept.
     set_aside: Vec<u32>,
-    /// Instead of them, for an encoder, texts to embed.
+    /// For an encoder, the texts to embed instead.
     paragraphs: Vec<Vec<u32>>,
 }
 
-/// Characters below which a paragraph is not worth embedding.
+/// Fewest characters of a paragraph to embed.
 const PARAGRAPH: usize = 200;
 /// Most tokens of a paragraph.
 const PARAGRAPH_TOKENS: usize = 128;
@@ -264,7 +264,7 @@ impl Texts {
     }
 }
 
-/// Paragraphs of a text as an encoder reads them, all but the first `skip` of them, `most` at most.
+/// Returns at most `most` paragraphs of a text as token lists for an encoder, after the first `skip`.
 fn paragraphs(path: &Path, model: &Model, skip: usize, most: usize) -> Result<Vec<Vec<u32>>> {
     let all = std::fs::read_to_string(path).map_err(|e| Error::reading(path, e))?;
     let paragraphs = all.split("\n\n").map(|p| p.split_whitespace().collect::<Vec<_>>().join(" "));
@@ -273,7 +273,7 @@ fn paragraphs(path: &Path, model: &Model, skip: usize, most: usize) -> Result<Ve
         let mut list = model.tokenizer.encode(&text, true)?;
         let longest = PARAGRAPH_TOKENS.min(model.config.max_positions);
         if list.len() > longest {
-            // The token that ends a text stays.
+            // Keeps the end-of-text token.
             let last = list[list.len() - 1];
             list.truncate(longest - 1);
             list.push(last);
@@ -293,16 +293,16 @@ fn sizes(model: &Model, (parameters, bytes): (usize, usize), window: usize) -> F
     Figures { parameters, bytes, flops_per_token: flops_per_token(model, context), ..Figures::default() }
 }
 
-/// The middle of the times; the lower of the two middle ones.
+/// Returns the median time, the lower one of two middle times.
 fn median(times: &mut [f64]) -> Option<f64> {
     times.sort_by(f64::total_cmp);
     times.get(times.len().checked_sub(1)? / 2).copied()
 }
 
-/// Tokens that are added one by one where decoding is timed.
+/// Tokens added one by one to time decoding.
 const STEPS: usize = 8;
 
-/// Times both models in turn, so that a machine that changes its speed changes it for both.
+/// Times both models in turn: a change of the machine's speed then affects both.
 fn time_decoders(
     models: [&Arc<Model>; 2],
     window: &[u32],
@@ -321,7 +321,7 @@ fn time_decoders(
         decoders.push(decoder);
     }
     let mut times = [const { (Vec::new(), Vec::new()) }; 2];
-    // The first round warms caches and buffers up.
+    // The first round warms up caches and buffers.
     for round in 0..=repeats {
         for (i, decoder) in decoders.iter_mut().enumerate() {
             decoder.reset();
@@ -385,7 +385,7 @@ fn cosine(a: &[f32], b: &[f32]) -> f64 {
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
 
-/// Seconds of both models, as far as they were measured.
+/// Returns the measured seconds of both models.
 fn times(before: &Figures, after: &Figures) -> Vec<(&'static str, f64, f64)> {
     let of = |f: &Figures| [("prefill", f.prefill_seconds), ("decode", f.decode_seconds)];
     let pairs = of(before).into_iter().zip(of(after));
@@ -393,7 +393,7 @@ fn times(before: &Figures, after: &Figures) -> Vec<(&'static str, f64, f64)> {
 }
 
 impl Record {
-    /// The changes, one line per figure.
+    /// Returns a table of the changes, one line per figure.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&["<figure", "before", "after", "after/before"]);
         let mut line = |name: &str, a: String, b: String, ratio: f64| {
@@ -436,7 +436,7 @@ impl Record {
         table
     }
 
-    /// One sentence about speed.
+    /// Returns one sentence about speed.
     pub fn verdict(&self) -> String {
         let said = |name: &str, ratio: f64| match ratio {
             r if r >= 1.05 => format!("{name} got slower, by {:.0} %", 100.0 * (r - 1.0)),

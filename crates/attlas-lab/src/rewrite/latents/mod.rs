@@ -1,9 +1,9 @@
-//! A grouped-query model turned into one with latent attention: what every stage costs, measured on text that was not
-//! calibrated on, and a folder that was opened again before it was called finished.
+//! Conversion of a grouped-query model to latent attention. The loss of every stage is measured on text not used for
+//! calibration, and the written folder is reopened before it counts as finished.
 //!
 //! The mathematics is in [`attlas::conversions::mla`], the model in [`attlas_model::convert`], GGUF files in
-//! [`attlas_model::export`]. Besides the checkpoint a folder holds `conversion.json`, the [`Record`], and `check.json`, some
-//! logits of the written model, so that another program can be compared with this one without running it.
+//! [`attlas_model::export`]. Besides the checkpoint a folder contains `conversion.json`, the [`Record`], and
+//! `check.json`, some logits of the written model, with which another program can be compared without running this one.
 
 mod record;
 mod search;
@@ -27,7 +27,7 @@ use search::{search_fold, search_rank};
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Fewest tokens that anything is checked on.
+/// Fewest tokens of a check.
 const FEWEST: usize = 16;
 /// Tokens to calibrate on by default.
 const TOKENS: usize = 8192;
@@ -35,10 +35,10 @@ const TOKENS: usize = 8192;
 const CHECK_TOKENS: usize = 2048;
 /// Tokens of a calibration sequence.
 const CALIBRATION_WINDOW: usize = 256;
-/// Tokens that a search is made on, at most.
+/// Most tokens of a search.
 const SEARCHED: usize = 2048;
 
-/// How a model is converted.
+/// Settings of a conversion.
 #[derive(Clone, Debug)]
 pub struct Settings {
     /// The model.
@@ -47,9 +47,9 @@ pub struct Settings {
     pub conversion: &'static Conversion,
     /// Widths and metrics.
     pub params: Params,
-    /// Instead of a rank, the share of the cache that is left.
+    /// Instead of a rank, the share of the cache that remains.
     pub keep: Option<f64>,
-    /// Where to stop; [`Stage::LowRankQueries`] is everything that the parameters ask for.
+    /// Last stage; [`Stage::LowRankQueries`] includes everything that the parameters set.
     pub until: Stage,
     /// Stages whose loss is measured; the last one always is.
     pub measured: Vec<Stage>,
@@ -57,23 +57,23 @@ pub struct Settings {
     pub recalibrate: bool,
     /// Choose the fold by perplexity on the last calibration tokens.
     pub search_fold: bool,
-    /// Choose the smallest rank that loses at most this many nats a token, by tokens set aside from the calibration.
+    /// Choose the smallest rank that loses at most this many nats per token, on held-out calibration tokens.
     pub max_kl: Option<f64>,
-    /// How matrices are stored that are new or wider; where absent, as near to the model's own as the format has it.
+    /// Element type of new matrices and of those in a wider type; if absent, the format's closest to the model's own.
     pub elements: Option<Elements>,
-    /// Where to.
+    /// Output folder or GGUF file.
     pub out: PathBuf,
     /// The text to calibrate on.
     pub text: PathBuf,
-    /// Tokens of it; where absent 8192, or three quarters of a shorter text that is checked on, too.
+    /// Tokens of it; if absent, 8192, or three quarters of a shorter text that also serves the check.
     pub tokens: Option<usize>,
-    /// The text to check on; where absent, what follows those tokens.
+    /// The text to check on; if absent, the tokens after those.
     pub check_text: Option<PathBuf>,
-    /// Tokens of it; 2048 where absent.
+    /// Tokens of it; 2048 if absent.
     pub check_tokens: Option<usize>,
     /// Tokens of a window of the check.
     pub window: usize,
-    /// Threads; 0 takes as many as the machine offers.
+    /// Threads; 0 uses all that the machine offers.
     pub threads: usize,
 }
 
@@ -86,7 +86,7 @@ pub struct Ready {
     check: Text,
 }
 
-/// The model with latents as it is written, and what was found on the way there.
+/// The model with latents as written, and the measurements on the way.
 #[derive(Debug)]
 pub struct Made<'a> {
     latents: Latents,
@@ -97,7 +97,7 @@ pub struct Made<'a> {
     fold_search: Vec<(usize, f64)>,
     rank_search: Vec<(usize, f64)>,
     stages: Vec<StageRecord>,
-    /// Logits of the model in memory, and of the same with its weights rounded.
+    /// Logits of the model in memory, and of the same model with rounded weights.
     proofs: [Proof; 2],
 }
 
@@ -135,7 +135,7 @@ impl Rewrite for Settings {
     fn make<'a>(&'a self, bench: &'a Bench<'a>, ready: &'a Ready) -> Result<Made<'a>> {
         let Bench { before: model, threads, stop, .. } = bench;
         let mut params = ready.params.clone();
-        // What chooses a rank is not what its basis was fitted to.
+        // The tokens that choose a rank must not be those its basis was fitted to.
         let tokens = &ready.text.tokens[..];
         let aside = if self.max_kl.is_some() { (tokens.len() / 4).min(SEARCHED) } else { 0 };
         let (tokens, aside) = tokens.split_at(tokens.len() - aside);
@@ -278,7 +278,7 @@ impl Rewrite for Settings {
 }
 
 impl Settings {
-    /// The parameters with the rank that leaves the share of the cache.
+    /// Returns the parameters with the rank that leaves the given share of the cache.
     fn kept(&self, model: &Model) -> Result<Params> {
         let Some(share) = self.keep else { return Ok(self.params.clone()) };
         let resolved = check(model, &self.params)?;
@@ -294,7 +294,7 @@ impl Settings {
         Ok(Params { rank: Some(rank.min(cache - rotated)), ..self.params.clone() })
     }
 
-    /// The text to calibrate on, and the one to check on: another, or what follows.
+    /// Returns the text to calibrate on, and the one to check on: another text, or the following tokens.
     fn texts(&self, model: &Model) -> Result<(Text, Text)> {
         let mut text = Text::read(&self.text, model, None)?;
         let all = text.tokens.len();
@@ -319,7 +319,8 @@ impl Settings {
     }
 }
 
-/// How matrices are stored: as asked, or near to what most of the model's own are. A folder has no blocks.
+/// Returns the element type of matrices: the given one, or the closest to most of the model's own. A folder stores no
+/// quantised blocks.
 fn stored_elements(model: &Model, asked: Option<Elements>, gguf: bool) -> Result<Elements> {
     match (asked, Elements::of(model)) {
         (Some(Elements::Q8), _) if !gguf => {
@@ -332,7 +333,7 @@ fn stored_elements(model: &Model, asked: Option<Elements>, gguf: bool) -> Result
     }
 }
 
-/// Bytes that a token takes in the cache of all layers.
+/// Returns the bytes cached per token in all layers.
 fn cache_bytes(model: &Arc<Model>, tokens: &[u32], threads: &Workspace) -> Result<usize> {
     let mut decoder = Decoder::on(model.clone(), &Recipe::default(), threads)?;
     decoder.forward(tokens, Rows::None, &mut Vec::new())?;

@@ -1,4 +1,4 @@
-//! What is known of a conversion in the end.
+//! Records of a conversion.
 
 use crate::self_check::Quality;
 use crate::table::{Table, number};
@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct StageRecord {
     /// Its name.
     pub stage: &'static str,
-    /// Numbers that a layer caches for a token.
+    /// Numbers cached per token in a layer.
     pub cache_numbers: usize,
     /// Share of the keys' energy that is still rotated, mean over layers.
     pub kept_energy: f64,
@@ -24,12 +24,12 @@ pub struct StageRecord {
     pub rel_error: f64,
     /// Relative error of the latent of queries, mean over layers.
     pub query_error: f64,
-    /// Beside the model it started from.
+    /// Comparison with the original model.
     #[serde(flatten)]
     pub quality: Quality,
 }
 
-/// A conversion with everything that was measured.
+/// A conversion with all its measurements.
 #[derive(Clone, Debug, Serialize)]
 pub struct Record {
     /// The program that wrote it.
@@ -50,34 +50,34 @@ pub struct Record {
     pub check_text: String,
     /// Parameters as they were used.
     pub params: Options,
-    /// Whether the low rank was calibrated on its own.
+    /// True if the low rank had a calibration of its own.
     pub recalibrated: bool,
     /// Folds that were tried, with their perplexities.
     pub fold_search: Vec<(usize, f64)>,
-    /// Ranks that were tried, with the divergence of each in nats a token of text set aside.
+    /// Ranks that were tried, each with its divergence on held-out text in nats per token.
     pub rank_search: Vec<(usize, f64)>,
-    /// Tokens that were calibrated on.
+    /// Tokens of the calibration.
     pub calibration_tokens: usize,
-    /// One after another.
+    /// The stages in their order.
     pub stages: Vec<StageRecord>,
-    /// The folder's model, opened again, beside the model it was made from.
+    /// The written model, reopened, against the original.
     pub written: Quality,
-    /// How its new matrices are stored.
+    /// Element type of its new matrices.
     pub dtype: &'static str,
-    /// Largest difference of its logits from those of the model in memory, which has no norms of latents and the same weights,
-    /// rounded to what is stored.
+    /// Largest difference of its logits from those of the model in memory, which has the same rounded weights and no
+    /// norms of latents.
     pub written_diff: f64,
-    /// Largest difference of a logit that this rounding of weights makes.
+    /// Largest change of a logit by this rounding of weights.
     pub rounding_diff: f64,
     /// Bytes of its tensors.
     pub written_bytes: usize,
-    /// Every layer in the last stage.
+    /// Figures of every layer in the last stage.
     pub layers: Vec<Figures>,
-    /// Bytes that a token takes in the cache of all layers, before.
+    /// Bytes cached per token in all layers, before.
     pub cache_bytes_before: usize,
     /// The same after, with the latent's constant coordinate.
     pub cache_bytes_after: usize,
-    /// Whether transformers needs the folder's own class.
+    /// True if transformers needs custom code from the folder.
     #[serde(skip)]
     pub own_class: bool,
     /// Logits of the folder's model.
@@ -86,7 +86,7 @@ pub struct Record {
 }
 
 impl Record {
-    /// The stages with what each lost.
+    /// Returns a table of the stages with the loss of each.
     pub fn table(&self) -> Table {
         let mut table = Table::new(&[
             "<stage",
@@ -136,14 +136,14 @@ pub(super) fn stage_record(
     }
 }
 
-/// The parameters that are set.
+/// Returns the parameters that are set.
 pub(super) fn used(params: &Params) -> Options {
     let all = params.to_options();
     let set = all.iter().filter(|(_, value)| **value != Value::from("auto"));
     set.fold(Options::new(), |options, (name, value)| options.with(name, value.clone()))
 }
 
-/// Names and SHA-256 of the files of a model: the file itself, or what a folder has of configuration and weights.
+/// Returns names and SHA-256 of a model's files: the file itself, or a folder's configuration and weights.
 pub(super) fn model_files(path: &Path) -> Result<Vec<(String, String)>> {
     let mut files = Vec::new();
     if path.is_dir() {
@@ -165,12 +165,12 @@ pub(super) fn model_files(path: &Path) -> Result<Vec<(String, String)>> {
     files.into_iter().map(hashed).collect()
 }
 
-/// Positions and tokens of which logits are written down.
+/// Numbers of positions and of tokens whose logits are recorded.
 const PROOF: [usize; 2] = [48, 256];
 
-/// Logits of what was written may differ from those of the model in memory, its weights rounded in the same way, by this
-/// share of the largest one. Rounding in single precision, the norms of latents that the format adds included, stays an order
-/// of magnitude below.
+/// Tolerance of the written model's logits against those of the model in memory with equally rounded weights, as a
+/// share of the largest logit. Rounding in single precision, including the norms of latents that the format adds, stays
+/// an order of magnitude below it.
 const WRITTEN_TOLERANCE: f64 = 2e-3;
 
 /// Some logits of a model.
@@ -180,7 +180,7 @@ pub(super) struct Proof {
     tokens: Vec<u32>,
     /// Tokens whose logits follow.
     ids: Vec<usize>,
-    /// One row for every position: little-endian single precision in hexadecimal digits.
+    /// One row per position: little-endian single precision in hexadecimal digits.
     logits: Vec<String>,
     #[serde(skip)]
     values: Vec<f32>,
@@ -204,15 +204,15 @@ impl Proof {
         Ok(Self { tokens, logits: values.chunks(n).map(hex).collect(), ids, values })
     }
 
-    /// The largest difference of a logit.
+    /// Returns the largest difference of a logit.
     pub(super) fn gap(&self, other: &Self) -> f64 {
-        // Kept as it is where it is no number, which `max` would drop.
+        // Keeps NaN, which `max` would drop.
         let larger = |most: f64, x: f64| if most >= x || most.is_nan() { most } else { x };
         let gap = |(a, b): (&f32, &f32)| f64::from(a - b).abs();
         self.values.iter().zip(&other.values).map(gap).fold(0.0, larger)
     }
 
-    /// The largest difference of a logit in what was written; an error if it is more than rounding.
+    /// Returns the largest difference of a logit in the written model; an error if rounding cannot explain it.
     pub(super) fn agrees(&self, written: &Self) -> Result<f64> {
         let found = self.gap(written);
         let largest = self.values.iter().map(|x| f64::from(x.abs())).fold(1.0, f64::max);

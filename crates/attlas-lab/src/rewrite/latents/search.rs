@@ -1,4 +1,4 @@
-//! Searches for parameters of a conversion by what they lose.
+//! Searches for parameters of a conversion by their loss.
 
 use crate::rewrite::Bench;
 use crate::table::number;
@@ -32,8 +32,8 @@ pub(super) fn search_fold(
     Ok(found)
 }
 
-/// Divergences of ranks up to `full` by bisection, until the smallest that loses at most `most` is known to a step of
-/// $1/64$ of all there is; an error if not even that is within it.
+/// Finds the smallest rank up to `full` that loses at most `most`, by bisection to a step of $1/64$ of `full`, and
+/// returns the divergences of the ranks tried; an error if even `full` exceeds `most`.
 pub(super) fn search_rank(
     full: usize,
     most: f64,
