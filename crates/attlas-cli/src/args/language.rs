@@ -218,8 +218,9 @@ pub(crate) struct GenerateArgs {
     #[command(flatten)]
     pub(crate) cache: CacheChoice,
     /// Rounding of the operands of linear layers: f32 (none), bf16, or int8, 8-bit integers with one scale per 32, as
-    /// in llama.cpp. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
-    #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
+    /// in llama.cpp, and blocks with outliers rounded twice. `attlas perplexity --compute` measures the loss. Weights stored as
+    /// f32, f16 or bf16 have no int8 form and stay f32.
+    #[arg(long, default_value_t = Compute::Int8, value_name = "TYPE")]
     pub(crate) compute: Compute,
 }
 
