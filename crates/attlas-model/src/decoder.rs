@@ -566,6 +566,7 @@ impl DecoderState {
                 observer.residual(l, self.len, x);
                 if layer.whole().is_none() {
                     let own = self.len..self.len + n;
+                    self.layers[l].direct = self.layers[l].reads_packed(n);
                     self.enter_layer(c, layer, l, std::slice::from_ref(&own), x, &mut buffers, observer)?;
                     let heads = sized(&mut buffers.heads, n * q_width);
                     let q = &buffers.q[..n * q_width];
@@ -721,9 +722,9 @@ impl DecoderState {
         }
         observer.projected(l, first, q, k, v);
         let dims = [1, c.n_kv_heads, n, dh];
-        let LayerState { cache, packed, streamed, .. } = &mut self.layers[l];
+        let LayerState { cache, packed, streamed, direct, .. } = &mut self.layers[l];
         match packed {
-            Some(packed) if !*streamed => packed.take(k, v, cache),
+            Some(packed) if !*streamed => packed.take(k, v, (!*direct).then_some(cache)),
             _ => Ok(cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?),
         }
     }
@@ -738,8 +739,13 @@ impl DecoderState {
         out: &mut [f32],
     ) -> Result<()> {
         let n = q.len() / (c.n_heads * c.head_dim);
-        let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
-        let info = self.layers[l].attend(c, q, sinks, out, &mut self.inner)?;
+        let layer = &mut self.layers[l];
+        let info = if layer.direct {
+            layer.attend_packed(c, q, sinks, out, &self.inner[0])
+        } else {
+            let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
+            layer.attend(c, q, sinks, out, &mut self.inner)?
+        };
         self.info = std::mem::take(&mut self.info).merge(info);
         Ok(())
     }

@@ -1,12 +1,19 @@
 //! Keys and values that a layer stores between calls, in single precision or packed.
 //!
-//! Packed rows are unpacked for the attending layer, into storage that all layers share: memory then has the packed
-//! rows of every layer and the numbers of one. New rows are packed before they are attended to: the keys of a token do
-//! not depend on when it was read.
+//! A single token attends to packed rows where they lie: pieces of them are unpacked in the cache of the processor, so
+//! that memory is read in packed form. For prompts, and for methods other than exact attention, packed rows are unpacked
+//! for the attending layer, into storage that all layers share: memory then has the packed rows of every layer and the
+//! numbers of one. New rows are packed before they are attended to: the keys of a token do not depend on when it was
+//! read.
 
 use crate::error::{Error, Result};
-use attlas::TensorRef;
 use attlas::cache::KvCache;
+use attlas::{MatRef, Schedule, TensorRef};
+use attlas_num::Scratch;
+use attlas_num::kernels::quant::{self, Format};
+use attlas_num::kernels::{Attend, Band, Precision, merge_lse};
+use attlas_num::par::*;
+use std::ops::Range;
 
 /// Storage format of cached keys and values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
@@ -61,22 +68,12 @@ impl CacheFormat {
         }
     }
 
-    fn unpack(self, bytes: &[u8], row: &mut [f32]) {
+    /// Unpacks whole rows of `width` numbers.
+    fn unpack(self, width: usize, bytes: &[u8], rows: &mut [f32]) {
         match self {
-            Self::F32 => {
-                row.iter_mut().zip(bytes.as_chunks::<4>().0).for_each(|(x, b)| *x = f32::from_le_bytes(*b));
-            }
-            Self::Bf16 => {
-                let halves = bytes.as_chunks::<2>().0;
-                row.iter_mut().zip(halves).for_each(|(x, b)| *x = half::bf16::from_le_bytes(*b).to_f32());
-            }
-            Self::Q8 => {
-                for (block, bytes) in row.chunks_mut(BLOCK).zip(bytes.chunks(BLOCK + 4)) {
-                    let Some((scale, numbers)) = bytes.split_first_chunk::<4>() else { return };
-                    let scale = f32::from_le_bytes(*scale);
-                    block.iter_mut().zip(numbers).for_each(|(x, n)| *x = scale * f32::from(*n as i8));
-                }
-            }
+            Self::F32 => quant::dequantise_into(quant::Isa::best(), Format::F32, bytes, rows),
+            Self::Bf16 => quant::dequantise_into(quant::Isa::best(), Format::BF16, bytes, rows),
+            Self::Q8 => quant::unpack_scaled_rows(quant::Isa::best(), width, bytes, rows),
         }
     }
 }
@@ -93,32 +90,47 @@ impl std::str::FromStr for CacheFormat {
 /// Numbers with one scale.
 const BLOCK: usize = 32;
 
-/// Packed rows of keys and values, token after token, heads side by side.
+/// Keys of a piece, unpacked and attended to by one task: with values, 128 KiB for a width of 64, which fits the second
+/// level of caches.
+const PIECE: usize = 256;
+
+/// Packed rows of keys and values, for each head token after token.
 #[derive(Clone, Debug)]
 pub(crate) struct Packed {
     format: CacheFormat,
-    heads: usize,
     width: usize,
     len: usize,
+    heads: Vec<Rows>,
+}
+
+/// Rows of a head.
+#[derive(Clone, Debug, Default)]
+struct Rows {
     k: Vec<u8>,
     v: Vec<u8>,
 }
 
 impl Packed {
     pub(crate) fn new(format: CacheFormat, heads: usize, width: usize) -> Self {
-        Self { format, heads, width, len: 0, k: Vec::new(), v: Vec::new() }
+        Self { format, width, len: 0, heads: vec![Rows::default(); heads] }
+    }
+
+    /// Returns the number of tokens.
+    pub(crate) fn len(&self) -> usize {
+        self.len
     }
 
     pub(crate) fn bytes(&self) -> usize {
-        self.k.len() + self.v.len()
+        self.heads.iter().map(|rows| rows.k.len() + rows.v.len()).sum()
     }
 
     pub(crate) fn truncate(&mut self, len: usize) {
-        let len = len.min(self.len);
-        let bytes = len * self.heads * self.format.row_bytes(self.width);
-        self.k.truncate(bytes);
-        self.v.truncate(bytes);
-        self.len = len;
+        self.len = len.min(self.len);
+        let bytes = self.len * self.format.row_bytes(self.width);
+        for rows in &mut self.heads {
+            rows.k.truncate(bytes);
+            rows.v.truncate(bytes);
+        }
     }
 
     /// Unpacks all rows into `numbers`, which is emptied first.
@@ -127,34 +139,84 @@ impl Packed {
         self.append_to(numbers, 0)
     }
 
-    /// Packs the rows of `[tokens, heads, width]`, and appends their unpacked values to `numbers`.
-    pub(crate) fn take(&mut self, k: &[f32], v: &[f32], numbers: &mut KvCache<f32>) -> Result<()> {
-        let first = self.len;
-        for (rows, store) in [(k, &mut self.k), (v, &mut self.v)] {
-            rows.chunks_exact(self.width.max(1)).for_each(|row| self.format.pack(row, store));
+    /// Packs the rows of `[tokens, heads, width]`, and appends their unpacked values to `numbers` if it is given.
+    pub(crate) fn take(&mut self, k: &[f32], v: &[f32], numbers: Option<&mut KvCache<f32>>) -> Result<()> {
+        let (first, format, heads) = (self.len, self.format, self.heads.len());
+        let rows = k.chunks_exact(self.width.max(1)).zip(v.chunks_exact(self.width.max(1)));
+        for (i, (k, v)) in rows.enumerate() {
+            let Rows { k: keys, v: values } = &mut self.heads[i % heads];
+            format.pack(k, keys);
+            format.pack(v, values);
         }
-        self.len += k.len() / (self.heads * self.width).max(1);
-        self.append_to(numbers, first)
+        self.len += k.len() / (heads * self.width).max(1);
+        numbers.map_or(Ok(()), |numbers| self.append_to(numbers, first))
+    }
+
+    /// Unpacks keys and values of consecutive tokens of a head.
+    fn unpack(&self, head: usize, tokens: Range<usize>, k: &mut [f32], v: &mut [f32]) {
+        let row = self.format.row_bytes(self.width);
+        let bytes = tokens.start * row..tokens.end * row;
+        self.format.unpack(self.width, &self.heads[head].k[bytes.clone()], k);
+        self.format.unpack(self.width, &self.heads[head].v[bytes], v);
     }
 
     fn append_to(&self, numbers: &mut KvCache<f32>, first: usize) -> Result<()> {
-        const TOKENS: usize = 256;
-        let (row, width) = (self.format.row_bytes(self.width), self.heads * self.width);
-        let mut buffers = [vec![0.0; TOKENS * width], vec![0.0; TOKENS * width]];
-        for from in (first..self.len).step_by(TOKENS) {
-            let tokens = TOKENS.min(self.len - from);
-            for (store, buffer) in [&self.k, &self.v].into_iter().zip(&mut buffers) {
-                let bytes = &store[from * self.heads * row..(from + tokens) * self.heads * row];
-                for (bytes, out) in bytes.chunks_exact(row).zip(buffer.chunks_exact_mut(self.width)) {
-                    self.format.unpack(bytes, out);
-                }
-            }
-            let dims = [1, self.heads, tokens, self.width];
-            let [k, v] = &buffers;
-            let view = |x| TensorRef::bnhd(x, dims);
-            numbers.append(view(&k[..tokens * width])?, view(&v[..tokens * width])?)?;
+        let (heads, width) = (self.heads.len(), self.width);
+        let mut buffers = [(); 2].map(|()| vec![0.0; heads * PIECE.min(self.len - first) * width]);
+        for from in (first..self.len).step_by(PIECE) {
+            let tokens = PIECE.min(self.len - from);
+            let [k, v] = buffers.each_mut().map(|x| &mut x[..heads * tokens * width]);
+            let of_head = k.chunks_exact_mut(tokens * width).zip(v.chunks_exact_mut(tokens * width));
+            of_head.enumerate().for_each(|(h, (k, v))| self.unpack(h, from..from + tokens, k, v));
+            let dims = [1, heads, tokens, width];
+            numbers.append(TensorRef::bhnd(k, dims)?, TensorRef::bhnd(v, dims)?)?;
         }
         Ok(())
+    }
+
+    /// Computes exact attention of one token, whose queries are `[heads, width]`, to the tokens `seen`, with the
+    /// log-sum-exp of every head. The pieces have a fixed length, so the number of threads cannot change a bit.
+    pub(crate) fn attend(
+        &self,
+        q: &[f32],
+        seen: Range<usize>,
+        softcap: Option<f64>,
+        (schedule, scratch): (&Schedule, &Scratch),
+        out: &mut [f32],
+        lse: &mut [f32],
+    ) {
+        let (width, group) = (self.width, lse.len() / self.heads.len().max(1));
+        let pieces = seen.len().div_ceil(PIECE);
+        let mut part_out = scratch.take::<f32>(self.heads.len() * pieces * group * width);
+        let mut part_lse = scratch.take::<f32>(self.heads.len() * pieces * group);
+        let parts = part_out.par_chunks_exact_mut(group * width).zip(part_lse.par_chunks_exact_mut(group));
+        parts.with_max_len(1).enumerate().for_each(|(i, (out, lse))| {
+            let (head, start) = (i / pieces, seen.start + i % pieces * PIECE);
+            let tokens = start..(start + PIECE).min(seen.end);
+            let mut rows = scratch.take::<f32>(2 * tokens.len() * width);
+            let (k, v) = rows.split_at_mut(tokens.len() * width);
+            self.unpack(head, tokens.clone(), k, v);
+            let job = Attend {
+                q: MatRef::new(&q[head * group * width..][..group * width], group, width),
+                k: MatRef::new(k, tokens.len(), width),
+                v: MatRef::new(v, tokens.len(), width),
+                scale: 1.0 / (width as f32).sqrt(),
+                softcap: softcap.map(|cap| cap as f32),
+                bias: None,
+                band: Band::ALL,
+                tile_k: 0,
+                isa: schedule.isa,
+                precision: Precision::Full,
+                decode: true,
+            };
+            job.run(scratch, out, lse);
+        });
+        out.fill(0.0);
+        lse.fill(f32::NEG_INFINITY);
+        for (i, (o, l)) in part_out.chunks_exact(width).zip(&*part_lse).enumerate() {
+            let h = i / (pieces * group) * group + i % group;
+            merge_lse(&mut out[h * width..][..width], &mut lse[h], o, *l);
+        }
     }
 }
 
@@ -173,8 +235,8 @@ mod tests {
             let mut packed = Packed::new(format, heads, width);
             let mut seen = KvCache::new(1, heads, width, width, 0);
             let cut = 2 * heads * width;
-            packed.take(&k[..cut], &v[..cut], &mut seen).unwrap();
-            packed.take(&k[cut..], &v[cut..], &mut seen).unwrap();
+            packed.take(&k[..cut], &v[..cut], Some(&mut seen)).unwrap();
+            packed.take(&k[cut..], &v[cut..], Some(&mut seen)).unwrap();
             let mut again = KvCache::new(1, heads, width, width, 0);
             packed.unpack_into(&mut again).unwrap();
             for (cache, source) in [(seen.keys(), &k), (again.values(), &v), (again.keys(), &k)] {

@@ -69,6 +69,8 @@ pub(super) struct LayerState {
     pub(super) ahead: usize,
     /// Packed keys and values, if they are packed; the cache has them unpacked while the layer attends.
     pub(super) packed: Option<Packed>,
+    /// True if the current call attends to packed keys where they lie.
+    pub(super) direct: bool,
     /// The cache of a layer that attends as a whole, which uses none of the other fields.
     pub(super) latents: Option<Box<dyn LayerCache>>,
 }
@@ -112,6 +114,7 @@ impl LayerState {
             streamed: false,
             ahead: 0,
             packed: None,
+            direct: false,
             latents: None,
         }
     }
@@ -171,9 +174,37 @@ impl LayerState {
         }
     }
 
+    /// Returns true if `n` tokens can attend to packed keys where they lie: one, in a layer that decodes exactly.
+    pub(super) fn reads_packed(&self, n: usize) -> bool {
+        let plain = |p: &Part| p.run.attending(true).is_baseline() && p.run.attending(true).options.is_empty();
+        let some = self.packed.as_ref().is_some_and(|packed| packed.len() > 0);
+        n == 1 && some && !self.streamed && self.parts.iter().all(plain)
+    }
+
+    /// Attends with the queries `[heads, head_dim]` of one token to packed keys.
+    pub(super) fn attend_packed(
+        &mut self,
+        c: &ModelConfig,
+        q: &[f32],
+        sinks: Option<&[f32]>,
+        out: &mut [f32],
+        ws: &Workspace,
+    ) -> RunInfo {
+        let Some(packed) = &self.packed else { unreachable!("seen by `reads_packed`") };
+        let (n_k, d) = (packed.len(), c.head_dim);
+        let oldest = self.window.map_or(0, |w| n_k.saturating_sub(w));
+        let mut lse = ws.scratch().take::<f32>(c.n_heads);
+        let on = (ws.schedule(), ws.scratch());
+        packed.attend(q, oldest..n_k, c.attention_softcap, on, out, &mut lse);
+        if let Some(sinks) = sinks {
+            weigh_sinks(sinks, &lse, d, c.n_heads * d, out);
+        }
+        RunInfo::visited((c.n_heads * (n_k - oldest)) as u64)
+    }
+
     /// Prepares the cache of a layer that stores no numbers in it, in storage shared by all layers.
     pub(super) fn begin(&mut self, spare: &mut Option<KvCache<f32>>) -> Result<()> {
-        if self.keeps_numbers() {
+        if self.keeps_numbers() || self.direct {
             return Ok(());
         }
         if let Some(storage) = spare.take() {
@@ -188,7 +219,7 @@ impl LayerState {
 
     /// Returns the shared storage.
     pub(super) fn end(&mut self, spare: &mut Option<KvCache<f32>>) {
-        if !self.keeps_numbers() {
+        if !std::mem::take(&mut self.direct) && !self.keeps_numbers() {
             let (_, heads, d) = self.cache.sizes();
             let mut storage = std::mem::replace(&mut self.cache, KvCache::new(1, heads, d, d, 0));
             storage.truncate(0);

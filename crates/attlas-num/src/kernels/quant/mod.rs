@@ -298,6 +298,24 @@ pub fn dequantise_into(isa: Isa, format: Format, bytes: &[u8], out: &mut [f32]) 
     }
 }
 
+/// Unpacks rows of `width` 8-bit integers, each block of 32, or what is left of a row, behind its scale in single
+/// precision. Panics if the lengths do not match.
+pub fn unpack_scaled_rows(isa: Isa, width: usize, bytes: &[u8], out: &mut [f32]) {
+    let row = width + 4 * width.div_ceil(32);
+    assert!(width > 0 && out.len().is_multiple_of(width) && bytes.len() == out.len() / width * row);
+    match checked(isa) {
+        Isa::Scalar => scalar::unpack_scaled_rows(width, bytes, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `checked` saw that the processor has the features.
+        Isa::Avx2 => unsafe { x86_avx2::unpack_scaled_rows(width, bytes, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512 => unsafe { x86_avx512::unpack_scaled_rows(width, bytes, out) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => scalar::unpack_scaled_rows(width, bytes, out),
+    }
+}
+
 fn checked(isa: Isa) -> Isa {
     assert!(Isa::available().contains(&isa), "this processor has no {isa:?}");
     isa

@@ -31,6 +31,26 @@ pub(super) fn f32_at(b: &[u8], at: usize) -> f32 {
     f32::from_le_bytes([b[at], b[at + 1], b[at + 2], b[at + 3]])
 }
 
+/// Unpacks rows of scaled 8-bit integers.
+#[inline(always)]
+pub(super) fn unpack_scaled_rows(width: usize, bytes: &[u8], out: &mut [f32]) {
+    if width.is_multiple_of(32) {
+        return each(bytes, out, |b: &[u8; 36], y: &mut [f32; 32]| {
+            let scale = f32_at(b, 0);
+            for j in 0..32 {
+                y[j] = scale * f32::from(b[4 + j] as i8);
+            }
+        });
+    }
+    let row = width + 4 * width.div_ceil(32);
+    for (bytes, out) in bytes.chunks_exact(row).zip(out.chunks_exact_mut(width)) {
+        for (b, y) in bytes.chunks(36).zip(out.chunks_mut(32)) {
+            let scale = f32_at(b, 0);
+            y.iter_mut().zip(&b[4..]).for_each(|(y, b)| *y = scale * f32::from(*b as i8));
+        }
+    }
+}
+
 /// Applies `f` to every whole block and its values.
 #[inline(always)]
 fn each<const B: usize, const L: usize>(bytes: &[u8], out: &mut [f32], f: impl Fn(&[u8; B], &mut [f32; L])) {

@@ -18,6 +18,12 @@ pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
     unsafe { by_format!(format, values_of(bytes, out), scalar::dequantise(format, bytes, out)) }
 }
 
+/// Unpacks rows of scaled 8-bit integers.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn unpack_scaled_rows(width: usize, bytes: &[u8], out: &mut [f32]) {
+    scalar::unpack_scaled_rows(width, bytes, out);
+}
+
 /// # Safety
 /// `U` is the format; both slices hold the same number of blocks.
 #[target_feature(enable = "avx2,fma,f16c")]
