@@ -25,7 +25,7 @@ pub struct Parts<'a, T> {
 }
 
 /// The output rows of this process, with the traffic and counts.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Answer<T> {
     /// `[batch, n_heads, rows, d_v]`, rows as in the queries' part.
     pub o: Vec<T>,
@@ -113,6 +113,24 @@ pub fn attend<T: Element>(
     wire: Wire,
     ws: &mut Workspace,
 ) -> Result<Answer<T>> {
+    let mut answer = Answer::default();
+    attend_into(t, problem, method, options, x, wire, &mut answer, ws)?;
+    Ok(answer)
+}
+
+/// The same in the memory of an earlier answer, which is lost: fresh memory costs the system as much time as a fast method
+/// takes for its rows.
+pub fn attend_into<T: Element>(
+    t: &dyn Transport,
+    problem: &Problem,
+    method: &Method,
+    options: &Options,
+    x: &Parts<'_, T>,
+    wire: Wire,
+    answer: &mut Answer<T>,
+    ws: &mut Workspace,
+) -> Result<()> {
+    let memory = std::mem::take(answer);
     problem.validate()?;
     let support = support(problem, method, options, x.key_lens.is_some());
     if !support.is_yes() {
@@ -141,23 +159,26 @@ pub fn attend<T: Element>(
         ));
     }
     let before = t.traffic();
-    let mut answer = match method.claims.spread {
+    let rows = Rows::new(p, ql.rows(t.rank()), memory);
+    *answer = match method.claims.spread {
         Spread::Ring { window: None, shared } => {
             // Methods that sort rows are among those whose rows share a budget of keys.
             let whole = shared.is_empty() || t.size() == 1 || x.key_lens.is_some();
             let plan = if whole { None } else { Some(method.plan(p, options)?) };
             match plan.as_ref().and_then(|plan| plan.sorted_rule()) {
-                Some(rule) => sort::sort(t, p, &rule, x, wire, ws)?,
-                None => ring::ring(t, p, method, options, x, wire, ws)?,
+                Some(rule) => sort::sort(t, p, &rule, x, wire, rows, ws)?,
+                None => ring::ring(t, p, method, options, x, wire, rows, ws)?,
             }
         }
-        Spread::Ring { window: Some(names), .. } => ring::window(t, p, method, options, names, x, wire, ws)?,
-        Spread::Scan { .. } => scan::scan(t, p, method, options, x, ws)?,
-        Spread::Gather => gather::gather(t, p, method, options, x, ws)?,
+        Spread::Ring { window: Some(names), .. } => {
+            ring::window(t, p, method, options, names, x, wire, rows, ws)?
+        }
+        Spread::Scan { .. } => scan::scan(t, p, method, options, x, rows, ws)?,
+        Spread::Gather => gather::gather(t, p, method, options, x, rows, ws)?,
         Spread::Refused { .. } => unreachable!("refused above"),
     };
     answer.traffic = t.traffic().since(before);
-    Ok(answer)
+    Ok(())
 }
 
 fn expect(what: &'static str, dims: [usize; 4], want: [usize; 4]) -> Result<()> {
@@ -176,17 +197,18 @@ pub(crate) struct Rows<T> {
 }
 
 impl<T: Element> Rows<T> {
-    /// Creates rows without any key.
-    pub(crate) fn new(p: &Problem, rows: usize) -> Self {
+    /// Creates rows without any key, in the memory of an earlier answer if it has the size.
+    fn new(p: &Problem, rows: usize, memory: Answer<T>) -> Self {
         let heads = p.batch * p.n_heads;
-        Self {
-            o: pages::zeros(heads * rows * p.d_v),
-            lse: vec![T::NEG_INFINITY; heads * rows],
-            batch: p.batch.max(1),
-            heads,
-            rows,
-            d_v: p.d_v,
+        let (mut o, mut lse) = (memory.o, memory.lse.unwrap_or_default());
+        if o.len() != heads * rows * p.d_v {
+            // Two outputs are never there at once.
+            drop(o);
+            o = zeros(heads * rows * p.d_v);
         }
+        lse.clear();
+        lse.resize(heads * rows, T::NEG_INFINITY);
+        Self { o, lse, batch: p.batch.max(1), heads, rows, d_v: p.d_v }
     }
 
     /// Returns true if rows `range` have no key yet.
@@ -226,7 +248,7 @@ impl<T: Element> Rows<T> {
             let o = TensorMut::bhnd(&mut self.o, [self.batch, self.heads / self.batch, len, d_v])?;
             return work(Out::with_lse(o, &mut self.lse));
         }
-        let (mut o, mut lse) = (pages::zeros(self.heads * len * d_v), vec![T::ZERO; self.heads * len]);
+        let (mut o, mut lse) = (zeros(self.heads * len * d_v), vec![T::ZERO; self.heads * len]);
         let info = work(Out::with_lse(
             TensorMut::bhnd(&mut o, [self.batch, self.heads / self.batch, len, d_v])?,
             &mut lse,
@@ -246,6 +268,12 @@ impl<T: Element> Rows<T> {
             self.o[(from + rows.start) * self.d_v..(from + rows.end) * self.d_v].fill(T::ZERO);
             self.lse[from + rows.start..from + rows.end].fill(T::NEG_INFINITY);
         }
+    }
+
+    /// Clears the rows that saw no key in any part, and counts them.
+    pub(crate) fn clear_empty(&mut self) -> u64 {
+        let rows = self.o.chunks_exact_mut(self.d_v.max(1)).zip(&self.lse);
+        rows.filter(|(_, lse)| **lse == T::NEG_INFINITY).map(|(o, _)| o.fill(T::ZERO)).count() as u64
     }
 
     pub(crate) fn answer(self, lse: bool, info: RunInfo) -> Answer<T> {
@@ -278,11 +306,20 @@ pub(crate) fn rectangle<T: Element>(
         return rows.write(at, |out| plan.execute(&T::inputs(x), &mut T::output(out), ws));
     }
     let count = p.batch * p.n_heads * p.n_q;
-    let (mut o, mut lse) = (pages::zeros(count * p.d_v), vec![T::ZERO; count]);
+    let (mut o, mut lse) = (zeros(count * p.d_v), vec![T::ZERO; count]);
     let out = Out::with_lse(TensorMut::bhnd(&mut o, [p.batch, p.n_heads, p.n_q, p.d_v])?, &mut lse);
     let info = plan.execute(&T::inputs(x), &mut T::output(out), ws)?;
     rows.merge(at, &o, &lse, p.n_q, ws);
     Ok(info)
+}
+
+/// Returns `len` zeros. Asks for large pages before anything is written: an allocator that counts bytes writes its zeros
+/// at once, in small pages that are joined later.
+pub(crate) fn zeros<T: Element>(len: usize) -> Vec<T> {
+    let mut zeros = Vec::new();
+    pages::reserve(&mut zeros, len);
+    zeros.resize(len, T::ZERO);
+    zeros
 }
 
 /// Returns the offset of each piece's rows among those of its process.

@@ -3,7 +3,7 @@
 //! A barrier precedes each run, whose time is that of the slowest process. Inputs depend only on a token's position:
 //! each process draws its own part, and the sequence is the same on any number of processes.
 
-use crate::attend::{Parts, attend, layouts, support};
+use crate::attend::{Answer, Parts, attend_into, layouts, support, zeros};
 use crate::{Layout, Sharded, SpreadCache, Traffic, Transport, Wire};
 use attlas::{Mask, Method, Options, Problem, Result, TensorRef, Workspace};
 use attlas_num::rng::StreamKey;
@@ -59,13 +59,14 @@ fn draw(
     rank: usize,
 ) -> Result<Sharded<f32>> {
     let [batch, heads, cols] = sizes;
-    let mut data = Vec::with_capacity(batch * heads * layout.rows(rank) * cols);
+    // In large pages, as the inputs of one process are.
+    let mut data = zeros::<f32>(batch * heads * layout.rows(rank) * cols);
     let key = StreamKey::new(seed).named(name);
-    for head in 0..batch * heads {
-        for token in layout.pieces(rank).into_iter().flatten() {
-            let mut rng = key.with(head as u64).with(token as u64).rng();
-            data.extend((0..cols).map(|_| rng.normal() as f32));
-        }
+    let tokens = (0..batch * heads)
+        .flat_map(|head| layout.pieces(rank).into_iter().flatten().map(move |token| (head, token)));
+    for (row, (head, token)) in data.chunks_exact_mut(cols.max(1)).zip(tokens) {
+        let mut rng = key.with(head as u64).with(token as u64).rng();
+        row.iter_mut().for_each(|x| *x = rng.normal() as f32);
     }
     Sharded::new(data, sizes, layout, rank)
 }
@@ -154,15 +155,15 @@ pub fn measure(
     let v = draw(seed, "values", [p.batch, p.n_kv_heads, p.d_v], k_layout, rank)?;
     let parts = Parts { q: &q, k: &k, v: &v, key_lens: None };
     let mut runs = Vec::new();
+    let mut answer = Answer::default();
     // The first run does not count: it touches memory for the first time.
     for _ in 0..=settings.runs {
         t.barrier();
         let begun = Instant::now();
-        let answer = attend(t, p, method, options, &parts, settings.wire, ws);
-        let answer = match answer {
+        match attend_into(t, p, method, options, &parts, settings.wire, &mut answer, ws) {
             Err(attlas::Error::Unsupported { reasons, .. }) => return Ok(Err(reasons)),
             other => other?,
-        };
+        }
         let seconds = begun.elapsed().as_secs_f64();
         runs.push(join(t, Run { seconds, traffic: answer.traffic }));
     }

@@ -16,6 +16,7 @@ pub(crate) fn gather<T: Element>(
     method: &Method,
     options: &Options,
     x: &Parts<'_, T>,
+    mut rows: Rows<T>,
     ws: &mut Workspace,
 ) -> Result<Answer<T>> {
     let groups = p.batch * p.n_kv_heads;
@@ -56,7 +57,6 @@ pub(crate) fn gather<T: Element>(
     }
     all.sort_by_key(|(piece, _)| piece.start);
     let own = x.q.layout().pieces(t.rank());
-    let mut rows = Rows::new(p, x.q.layout().rows(t.rank()));
     let mut info = RunInfo::default();
     for (mine, at) in own.iter().zip(starts(&own)) {
         let queries = q.rows(at..at + mine.len());
@@ -81,6 +81,7 @@ pub(crate) fn gather<T: Element>(
             info = info.merge(done);
         }
     }
-    info.empty_rows = rows.lse.iter().filter(|&&l| l == T::NEG_INFINITY).count() as u64;
+    // Rows are empty where no part saw a key, not where one part did not.
+    info.empty_rows = rows.clear_empty();
     Ok(rows.answer(method.claims.lse, info))
 }

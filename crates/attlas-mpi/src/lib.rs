@@ -40,7 +40,7 @@ mod transport;
 #[cfg(feature = "mpi")]
 mod world;
 
-pub use attend::{Answer, Parts, attend, layouts, support};
+pub use attend::{Answer, Parts, attend, attend_into, layouts, support};
 pub use crew::Team;
 pub use decode::SpreadCache;
 pub use element::{Element, Wire};

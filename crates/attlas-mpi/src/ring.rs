@@ -13,7 +13,7 @@
 //! Liu, Zaharia and Abbeel, *Ring Attention with Blockwise Transformers* (2023); the two stripes of a process are those of
 //! striped and zigzag layouts.
 
-use crate::attend::{Answer, Parts, Rows, number, rectangle, starts};
+use crate::attend::{Answer, Parts, Rows, number, rectangle, starts, zeros};
 use crate::{Element, Layout, Transport, Wire};
 use attlas::{Mask, Method, Options, Problem, Result, RunInfo, Spread, TensorRef, Workspace};
 use attlas_num::kernels::pages;
@@ -27,13 +27,13 @@ pub(crate) fn ring<T: Element>(
     options: &Options,
     x: &Parts<'_, T>,
     wire: Wire,
+    mut rows: Rows<T>,
     ws: &mut Workspace,
 ) -> Result<Answer<T>> {
     let (q_layout, k_layout) = (x.q.layout(), x.k.layout());
     let own = q_layout.pieces(t.rank());
     let own_at = starts(&own);
     let q = x.q.local()?;
-    let mut rows = Rows::new(p, q_layout.rows(t.rank()));
     let mut info = RunInfo::default();
     let mut failed = None;
     let shares = Shares::new(p.mask, k_layout);
@@ -70,7 +70,8 @@ pub(crate) fn ring<T: Element>(
         return Err(error);
     }
     clear_padding(p, x, &own, &own_at, &mut rows);
-    count_empty(&mut info, &rows);
+    // Rows are empty where no part saw a key, not where one part did not.
+    info.empty_rows = rows.clear_empty();
     Ok(rows.answer(method.claims.lse, info))
 }
 
@@ -84,6 +85,7 @@ pub(crate) fn window<T: Element>(
     (first, last): (&str, &str),
     x: &Parts<'_, T>,
     wire: Wire,
+    mut rows: Rows<T>,
     ws: &mut Workspace,
 ) -> Result<Answer<T>> {
     let (q_layout, k_layout) = (x.q.layout(), x.k.layout());
@@ -113,7 +115,6 @@ pub(crate) fn window<T: Element>(
         }
     })?;
     let q = x.q.local()?;
-    let mut rows = Rows::new(p, q_layout.rows(t.rank()));
     let mut info = RunInfo::default();
     for ((piece, &at), kept) in own.iter().zip(&own_at).zip(&kept) {
         // Without a mask, keys after the last query need queries at their positions: zeros, whose rows are dropped.
@@ -134,7 +135,8 @@ pub(crate) fn window<T: Element>(
         info = info.merge(done);
     }
     clear_padding(p, x, &own, &own_at, &mut rows);
-    count_empty(&mut info, &rows);
+    // Rows are empty where no part saw a key, not where one part did not.
+    info.empty_rows = rows.clear_empty();
     Ok(rows.answer(method.claims.lse, info))
 }
 
@@ -295,7 +297,7 @@ fn pass_blocks<T: Element>(
         }
         let count = groups * layout.rows((owner + size - 1) % size) * (p.d + p.d_v);
         if next.len() != count {
-            next = pages::zeros(count);
+            next = zeros(count);
         }
         let (to, from) = ((rank + 1) % size, (rank + size - 1) % size);
         let mut work = |progress: &dyn Fn()| visit(owner, k, v, progress);
@@ -328,11 +330,6 @@ fn clear_padding<T: Element>(
             rows.clear(b, p.n_heads, at + valid..at + piece.len());
         }
     }
-}
-
-/// Counts empty rows: those for which no part had a key.
-fn count_empty<T: Element>(info: &mut RunInfo, rows: &Rows<T>) {
-    info.empty_rows = rows.lse.iter().filter(|&&l| l == T::NEG_INFINITY).count() as u64;
 }
 
 #[cfg(test)]

@@ -20,6 +20,7 @@ pub(crate) fn scan<T: Element>(
     method: &Method,
     options: &Options,
     x: &Parts<'_, T>,
+    mut rows: Rows<T>,
     ws: &mut Workspace,
 ) -> Result<Answer<T>> {
     let plan = method.plan(p, options)?;
@@ -29,10 +30,10 @@ pub(crate) fn scan<T: Element>(
     let mut streams = Vec::new();
     let mut at = 0;
     for half in &halves {
-        let rows = at..at + half.len();
-        at = rows.end;
+        let own = at..at + half.len();
+        at = own.end;
         let mut stream = sums.empty()?;
-        let (k, v) = (T::tensor(k.rows(rows.clone())), T::tensor(v.rows(rows)));
+        let (k, v) = (T::tensor(k.rows(own.clone())), T::tensor(v.rows(own)));
         let prepared = if p.mask == Mask::Causal { stream.prepare(k, v, ws)? } else { None };
         let state = match prepared {
             Some(state) => state,
@@ -46,7 +47,6 @@ pub(crate) fn scan<T: Element>(
         };
         streams.push((stream, state));
     }
-    let mut rows = Rows::new(p, x.q.layout().rows(t.rank()));
     let mut info = RunInfo::default();
     let mut run = |stream: &mut dyn Stream, range: Range<usize>, causal: bool, ws: &mut Workspace| {
         let keys = if causal { range.clone() } else { 0..0 };

@@ -12,8 +12,9 @@ use crate::{Element, Transport, Wire};
 use attlas::engine::{RowSlot, SortedRule, UniformSamples, exact_rows, places};
 use attlas::group::GroupIndex;
 use attlas::{Band, MatRef, Problem, Result, RunInfo, Workspace};
-use attlas_num::Buf;
 use attlas_num::cluster::buckets::{Balanced, order_by};
+use attlas_num::kernels::{ROWS_AHEAD, prefetch};
+use attlas_num::{Buf, Scratch};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -21,6 +22,8 @@ use std::ops::Range;
 const STEP_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
 /// Rows that one task copies.
 const COPY_ROWS: usize = 512;
+/// Rooms grow by so many elements.
+const ROOM: usize = 1 << 14;
 
 /// Equal sort keys of one process: its `len` rows from `first` on have places from `place` on among the rows of all.
 #[derive(Clone, Copy, Debug)]
@@ -165,17 +168,30 @@ pub(crate) fn bytes(p: &Problem, processes: usize, element: usize) -> f64 {
 }
 
 /// Rows to and from one other process, double-buffered: one travels while the other is processed.
-#[derive(Default)]
-struct Peer<T> {
+struct Peer<'s, T> {
     /// Keys and values.
-    keys_out: Vec<T>,
-    keys_in: [Vec<T>; 2],
+    keys_out: Buf<'s, T>,
+    keys_in: [Buf<'s, T>; 2],
     /// The same as bytes, if they travel in another form.
     packed_out: Vec<u8>,
     packed_in: Vec<u8>,
     /// Results of an earlier step, then queries of a later one.
-    rows_out: [Vec<T>; 2],
-    rows_in: [Vec<T>; 2],
+    rows_out: [Buf<'s, T>; 2],
+    rows_in: [Buf<'s, T>; 2],
+}
+
+impl<'s, T: Element> Peer<'s, T> {
+    fn new(scratch: &'s Scratch) -> Self {
+        let pair = || [0; 2].map(|_| scratch.take(0));
+        Self {
+            keys_out: scratch.take(0),
+            keys_in: pair(),
+            packed_out: Vec::new(),
+            packed_in: Vec::new(),
+            rows_out: pair(),
+            rows_in: pair(),
+        }
+    }
 }
 
 /// Rows received from one process.
@@ -223,9 +239,11 @@ fn exchange_all(
 }
 
 /// Returns the first `len` elements of growing storage.
-fn room<X: Copy + Default>(storage: &mut Vec<X>, len: usize) -> &mut [X] {
+fn room<'b, 's, T: Element>(scratch: &'s Scratch, storage: &'b mut Buf<'s, T>, len: usize) -> &'b mut [T] {
     if storage.len() < len {
-        storage.resize(len, X::default());
+        let mut larger = scratch.take::<T>(len.next_multiple_of(ROOM));
+        larger[..storage.len()].copy_from_slice(storage);
+        *storage = larger;
     }
     &mut storage[..len]
 }
@@ -239,6 +257,20 @@ fn in_turn<X>([a, b]: &mut [X; 2], turn: usize) -> (&mut X, &mut X) {
 fn copy_rows<T: Element>(a: MatRef<'_, T>, order: &[u32], out: &mut [T]) {
     let copies = out.par_chunks_mut(COPY_ROWS * a.cols()).zip(order.par_chunks(COPY_ROWS));
     copies.for_each(|(out, order)| a.gather_into(order.iter().map(|&i| i as usize), out));
+}
+
+/// Writes results to places that lie here and there.
+fn put_rows<T: Element>(slots: &mut [RowSlot<'_, T>], o: &[T], lse: &[T], d_v: usize) {
+    let mut slots = slots.iter_mut();
+    for (o, &lse) in o.chunks_exact(d_v).zip(lse) {
+        if let Some(later) = slots.as_slice().get(ROWS_AHEAD) {
+            prefetch(later.out);
+        }
+        if let Some(slot) = slots.next() {
+            slot.out.copy_from_slice(o);
+            *slot.lse = lse;
+        }
+    }
 }
 
 /// Sorts the rows of all groups, and collects their samples.
@@ -315,11 +347,11 @@ pub(crate) fn sort<T: Element>(
     rule: &SortedRule<'_>,
     x: &Parts<'_, T>,
     wire: Wire,
+    mut rows: Rows<T>,
     ws: &mut Workspace,
 ) -> Result<Answer<T>> {
     let (rank, size, own) = (t.rank(), t.size(), x.q.layout().rows(t.rank()));
     let others = || (0..size).filter(|&other| other != rank);
-    let mut rows = Rows::new(p, own);
     let groups = sorted_groups(t, p, rule, x, wire, ws)?;
     let all = Balanced::new(rule.cut().blocks(), size);
     let (blocks, each) = steps(p, rule.cut().blocks(), size, size_of::<T>());
@@ -341,7 +373,8 @@ pub(crate) fn sort<T: Element>(
     let slots_of = |step: &Step| step.group * p.group_size()..(step.group + 1) * p.group_size();
 
     let mut info = RunInfo::default();
-    let mut peers: Vec<Peer<T>> = (0..size).map(|_| Peer::default()).collect();
+    let scratch = ws.scratch();
+    let mut peers: Vec<Peer<'_, T>> = (0..size).map(|_| Peer::new(scratch)).collect();
     // In a turn the rows of one step arrive, those of the previous step are processed, and the results of the one
     // before are sent.
     for turn in 0..steps.len() + 2 {
@@ -356,13 +389,13 @@ pub(crate) fn sort<T: Element>(
             let (peer, made) = (&mut peers[other], results(ended, other, rank));
             let rows_out = in_turn(&mut peer.rows_out, turn).0;
             let Some((g, step)) = coming else {
-                room(rows_out, made);
+                room(scratch, rows_out, made);
                 continue;
             };
             let blocks = step.of(other, all);
             let order = &g.keys.order[g.keys.rows(rank, &blocks)];
-            let keys = room(&mut peer.keys_out, g.keys_len(rank, &blocks));
-            let mut queries = &mut room(rows_out, made + g.queries_len(rank, &blocks))[made..];
+            let keys = room(scratch, &mut peer.keys_out, g.keys_len(rank, &blocks));
+            let mut queries = &mut room(scratch, rows_out, made + g.queries_len(rank, &blocks))[made..];
             ws.install(|_| {
                 let (k, v) = keys.split_at_mut(order.len() * p.d);
                 copy_rows(g.k, order, k);
@@ -385,7 +418,11 @@ pub(crate) fn sort<T: Element>(
             // Queries follow results, which were already taken.
             let taken = if other == rank { 0 } else { results(step(3), rank, other) };
             inputs.push(Received { keys: keys_here, queries: rows_here.get(taken..).unwrap_or(&[]) });
-            made.push(room(rows_made, if other == rank { 0 } else { results(working, other, rank) }));
+            made.push(room(
+                scratch,
+                rows_made,
+                if other == rank { 0 } else { results(working, other, rank) },
+            ));
             let (mut keys, mut queries, mut sent) = (0, 0, 0);
             let mut length = results(ended, other, rank);
             if let Some((g, step)) = coming {
@@ -399,12 +436,15 @@ pub(crate) fn sort<T: Element>(
                 came.push((Default::default(), Default::default()));
                 continue;
             }
-            let keys_in = room(keys_in, keys);
+            let keys_in = room(scratch, keys_in, keys);
             let keys_in = match wire {
                 Wire::Full => bytemuck::cast_slice_mut(keys_in),
-                Wire::Bf16 => room(&mut peer.packed_in, wire.bytes::<T>(keys)),
+                Wire::Bf16 => {
+                    peer.packed_in.resize(wire.bytes::<T>(keys), 0);
+                    &mut peer.packed_in
+                }
             };
-            let rows_in = room(rows_in, results(ended, rank, other) + queries);
+            let rows_in = room(scratch, rows_in, results(ended, rank, other) + queries);
             out.push((
                 wire.pack(&peer.keys_out[..sent], &mut peer.packed_out),
                 bytemuck::cast_slice(&rows_out[..length]),
@@ -445,15 +485,16 @@ pub(crate) fn sort<T: Element>(
                 let (lse, rest) = rest.split_at(slots.len());
                 came = rest;
                 ws.install(|_| {
-                    slots.par_iter_mut().zip(o.par_chunks(p.d_v)).zip(lse).for_each(|((slot, o), &lse)| {
-                        slot.out.copy_from_slice(o);
-                        *slot.lse = lse;
-                    });
+                    let of_slots = slots.par_chunks_mut(COPY_ROWS);
+                    let came = o.par_chunks(COPY_ROWS * p.d_v).zip(lse.par_chunks(COPY_ROWS));
+                    of_slots.zip(came).for_each(|(slots, (o, lse))| put_rows(slots, o, lse, p.d_v));
                 });
             }
         }
     }
     drop(slots);
+    // All are written where there are keys.
+    rows.clear_empty();
     Ok(rows.answer(true, info))
 }
 
@@ -575,12 +616,7 @@ fn attend_blocks<T: Element>(
                 for (place, count) in places.by_ref().take(size).zip(counts) {
                     let (o, l) = (&out[first * d_v..(first + count) * d_v], &lse[first..first + count]);
                     match place {
-                        Place::Slots(slots) => {
-                            for ((slot, o), &l) in slots.iter_mut().zip(o.chunks_exact(d_v)).zip(l) {
-                                slot.out.copy_from_slice(o);
-                                *slot.lse = l;
-                            }
-                        }
+                        Place::Slots(slots) => put_rows(slots, o, l, d_v),
                         Place::Rows(to, to_lse) => {
                             to.copy_from_slice(o);
                             to_lse.copy_from_slice(l);
