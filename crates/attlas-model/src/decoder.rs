@@ -225,8 +225,7 @@ impl Decoder {
         self.check_empty()?;
         let c = &self.model.config;
         for layer in self.state.layers.iter_mut().filter(|l| l.latents.is_none() && !l.streamed) {
-            let packed = || Packed::new(format, c.n_kv_heads, c.head_dim);
-            layer.packed = (format != CacheFormat::F32).then(packed);
+            layer.packed = Packed::new(format, c.n_kv_heads, c.head_dim);
         }
         Ok(())
     }

@@ -1,7 +1,6 @@
 //! Keys and values that a layer stores between calls, in single precision or packed.
 //!
-//! A single token attends to packed rows where they lie: pieces of them are unpacked in the cache of the processor, so
-//! that memory is read in packed form. For prompts, and for methods other than exact attention, packed rows are unpacked
+//! A single token attends to packed rows where they lie. For prompts, and for methods other than exact attention, packed rows are unpacked
 //! for the attending layer, into storage that all layers share: memory then has the packed rows of every layer and the
 //! numbers of one. New rows are packed before they are attended to: the keys of a token do not depend on when it was
 //! read.
@@ -10,8 +9,7 @@ use crate::error::{Error, Result};
 use attlas::cache::KvCache;
 use attlas::{MatRef, Schedule, TensorRef};
 use attlas_num::Scratch;
-use attlas_num::kernels::quant::{self, Format};
-use attlas_num::kernels::{Attend, Band, Precision, merge_lse};
+use attlas_num::kernels::{AttendPacked, PackedRows, RowFormat, merge_lse};
 use attlas_num::par::*;
 use std::ops::Range;
 
@@ -41,39 +39,39 @@ impl CacheFormat {
         }
     }
 
-    /// Returns the bytes of a row of `width` numbers.
-    fn row_bytes(self, width: usize) -> usize {
+    /// Returns the packed form; none for single precision.
+    fn packed(self) -> Option<RowFormat> {
         match self {
-            Self::F32 => 4 * width,
-            Self::Bf16 => 2 * width,
-            Self::Q8 => width + 4 * width.div_ceil(BLOCK),
+            Self::F32 => None,
+            Self::Bf16 => Some(RowFormat::Bf16),
+            Self::Q8 => Some(RowFormat::Q8),
         }
     }
+}
 
-    fn pack(self, row: &[f32], out: &mut Vec<u8>) {
-        match self {
-            Self::F32 => row.iter().for_each(|x| out.extend(x.to_le_bytes())),
-            Self::Bf16 => row.iter().for_each(|&x| out.extend(half::bf16::from_f32(x).to_le_bytes())),
-            Self::Q8 => {
-                for block in row.chunks(BLOCK) {
-                    let most = block.iter().fold(0.0f32, |m, x| m.max(x.abs()));
-                    // A block with NaN or infinity becomes NaN.
-                    let odd = block.iter().any(|x| !x.is_finite());
-                    let scale = if odd { f32::NAN } else { most / 127.0 };
-                    let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
-                    out.extend(scale.to_le_bytes());
-                    out.extend(block.iter().map(|x| (x * factor).round_ties_even() as i8 as u8));
-                }
+fn pack(format: RowFormat, row: &[f32], out: &mut Vec<u8>) {
+    let at = out.len();
+    out.resize(at + format.row_bytes(row.len()), 0);
+    let out = &mut out[at..];
+    match format {
+        RowFormat::Bf16 => {
+            let halves = out.as_chunks_mut::<2>().0.iter_mut();
+            halves.zip(row).for_each(|(out, &x)| *out = half::bf16::from_f32(x).to_le_bytes());
+        }
+        RowFormat::Q8 => {
+            for (block, out) in row.chunks(BLOCK).zip(out.chunks_mut(BLOCK + 4)) {
+                // Magnitudes in the order of their bits, which puts NaN and infinity last.
+                let most = block.iter().fold(0, |most: u32, x| most.max(x.to_bits() & 0x7fff_ffff));
+                let most = f32::from_bits(most);
+                // A block with NaN or infinity becomes NaN.
+                let scale = if most.is_finite() { most / 127.0 } else { f32::NAN };
+                let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+                let (head, numbers) = out.split_at_mut(4);
+                head.copy_from_slice(&scale.to_le_bytes());
+                // Added to 1.5 · 2^23, a number is rounded to an integer, ties to even, in the low bits of the sum.
+                const SHIFT: f32 = 12_582_912.0;
+                numbers.iter_mut().zip(block).for_each(|(n, &x)| *n = (x * factor + SHIFT).to_bits() as u8);
             }
-        }
-    }
-
-    /// Unpacks whole rows of `width` numbers.
-    fn unpack(self, width: usize, bytes: &[u8], rows: &mut [f32]) {
-        match self {
-            Self::F32 => quant::dequantise_into(quant::Isa::best(), Format::F32, bytes, rows),
-            Self::Bf16 => quant::dequantise_into(quant::Isa::best(), Format::BF16, bytes, rows),
-            Self::Q8 => quant::unpack_scaled_rows(quant::Isa::best(), width, bytes, rows),
         }
     }
 }
@@ -90,14 +88,13 @@ impl std::str::FromStr for CacheFormat {
 /// Numbers with one scale.
 const BLOCK: usize = 32;
 
-/// Keys of a piece, unpacked and attended to by one task: with values, 128 KiB for a width of 64, which fits the second
-/// level of caches.
-const PIECE: usize = 256;
+/// Keys of a piece, which one task attends to.
+const PIECE: usize = 512;
 
 /// Packed rows of keys and values, for each head token after token.
 #[derive(Clone, Debug)]
 pub(crate) struct Packed {
-    format: CacheFormat,
+    format: RowFormat,
     width: usize,
     len: usize,
     heads: Vec<Rows>,
@@ -111,8 +108,10 @@ struct Rows {
 }
 
 impl Packed {
-    pub(crate) fn new(format: CacheFormat, heads: usize, width: usize) -> Self {
-        Self { format, width, len: 0, heads: vec![Rows::default(); heads] }
+    /// Creates an empty store; none for single precision.
+    pub(crate) fn new(format: CacheFormat, heads: usize, width: usize) -> Option<Self> {
+        let format = format.packed()?;
+        Some(Self { format, width, len: 0, heads: vec![Rows::default(); heads] })
     }
 
     /// Returns the number of tokens.
@@ -145,19 +144,18 @@ impl Packed {
         let rows = k.chunks_exact(self.width.max(1)).zip(v.chunks_exact(self.width.max(1)));
         for (i, (k, v)) in rows.enumerate() {
             let Rows { k: keys, v: values } = &mut self.heads[i % heads];
-            format.pack(k, keys);
-            format.pack(v, values);
+            pack(format, k, keys);
+            pack(format, v, values);
         }
         self.len += k.len() / (heads * self.width).max(1);
         numbers.map_or(Ok(()), |numbers| self.append_to(numbers, first))
     }
 
-    /// Unpacks keys and values of consecutive tokens of a head.
-    fn unpack(&self, head: usize, tokens: Range<usize>, k: &mut [f32], v: &mut [f32]) {
+    /// Returns keys and values of consecutive tokens of a head.
+    fn rows(&self, head: usize, tokens: Range<usize>) -> [PackedRows<'_>; 2] {
         let row = self.format.row_bytes(self.width);
-        let bytes = tokens.start * row..tokens.end * row;
-        self.format.unpack(self.width, &self.heads[head].k[bytes.clone()], k);
-        self.format.unpack(self.width, &self.heads[head].v[bytes], v);
+        let Rows { k, v } = &self.heads[head];
+        [k, v].map(|x| PackedRows::new(&x[tokens.start * row..tokens.end * row], self.format, self.width))
     }
 
     fn append_to(&self, numbers: &mut KvCache<f32>, first: usize) -> Result<()> {
@@ -167,7 +165,11 @@ impl Packed {
             let tokens = PIECE.min(self.len - from);
             let [k, v] = buffers.each_mut().map(|x| &mut x[..heads * tokens * width]);
             let of_head = k.chunks_exact_mut(tokens * width).zip(v.chunks_exact_mut(tokens * width));
-            of_head.enumerate().for_each(|(h, (k, v))| self.unpack(h, from..from + tokens, k, v));
+            for (h, (k, v)) in of_head.enumerate() {
+                let [keys, values] = self.rows(h, from..from + tokens);
+                keys.unpack_into(k);
+                values.unpack_into(v);
+            }
             let dims = [1, heads, tokens, width];
             numbers.append(TensorRef::bhnd(k, dims)?, TensorRef::bhnd(v, dims)?)?;
         }
@@ -192,24 +194,10 @@ impl Packed {
         let parts = part_out.par_chunks_exact_mut(group * width).zip(part_lse.par_chunks_exact_mut(group));
         parts.with_max_len(1).enumerate().for_each(|(i, (out, lse))| {
             let (head, start) = (i / pieces, seen.start + i % pieces * PIECE);
-            let tokens = start..(start + PIECE).min(seen.end);
-            let mut rows = scratch.take::<f32>(2 * tokens.len() * width);
-            let (k, v) = rows.split_at_mut(tokens.len() * width);
-            self.unpack(head, tokens.clone(), k, v);
-            let job = Attend {
-                q: MatRef::new(&q[head * group * width..][..group * width], group, width),
-                k: MatRef::new(k, tokens.len(), width),
-                v: MatRef::new(v, tokens.len(), width),
-                scale: 1.0 / (width as f32).sqrt(),
-                softcap: softcap.map(|cap| cap as f32),
-                bias: None,
-                band: Band::ALL,
-                tile_k: 0,
-                isa: schedule.isa,
-                precision: Precision::Full,
-                decode: true,
-            };
-            job.run(scratch, out, lse);
+            let [k, v] = self.rows(head, start..(start + PIECE).min(seen.end));
+            let q = MatRef::new(&q[head * group * width..][..group * width], group, width);
+            let (scale, softcap) = (1.0 / (width as f32).sqrt(), softcap.map(|cap| cap as f32));
+            AttendPacked { q, k, v, scale, softcap, isa: schedule.isa }.run(scratch, out, lse);
         });
         out.fill(0.0);
         lse.fill(f32::NEG_INFINITY);
@@ -229,10 +217,9 @@ mod tests {
         let (heads, width, tokens) = (2, 37, 5);
         let k: Vec<f32> = (0..heads * width * tokens).map(|i| ((i * 29) % 101) as f32 / 7.0 - 6.0).collect();
         let v: Vec<f32> = k.iter().map(|x| x * x - 3.0).collect();
-        for (format, error) in
-            [(CacheFormat::F32, 0.0), (CacheFormat::Bf16, 1.0 / 256.0), (CacheFormat::Q8, 1.0 / 254.0)]
-        {
-            let mut packed = Packed::new(format, heads, width);
+        assert!(Packed::new(CacheFormat::F32, heads, width).is_none());
+        for (format, error) in [(CacheFormat::Bf16, 1.0 / 256.0), (CacheFormat::Q8, 1.0 / 254.0)] {
+            let mut packed = Packed::new(format, heads, width).unwrap();
             let mut seen = KvCache::new(1, heads, width, width, 0);
             let cut = 2 * heads * width;
             packed.take(&k[..cut], &v[..cut], Some(&mut seen)).unwrap();
@@ -251,7 +238,7 @@ mod tests {
                     }
                 }
             }
-            assert_eq!(packed.bytes(), 2 * tokens * heads * format.row_bytes(width));
+            assert_eq!(packed.bytes(), 2 * tokens * heads * format.packed().unwrap().row_bytes(width));
             packed.truncate(1);
             packed.unpack_into(&mut again).unwrap();
             assert_eq!(again.len(), 1);

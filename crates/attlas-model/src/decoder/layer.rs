@@ -176,7 +176,8 @@ impl LayerState {
 
     /// Returns true if `n` tokens can attend to packed keys where they lie: one, in a layer that decodes exactly.
     pub(super) fn reads_packed(&self, n: usize) -> bool {
-        let plain = |p: &Part| p.run.attending(true).is_baseline() && p.run.attending(true).options.is_empty();
+        let plain =
+            |p: &Part| p.run.attending(true).is_baseline() && p.run.attending(true).options.is_empty();
         let some = self.packed.as_ref().is_some_and(|packed| packed.len() > 0);
         n == 1 && some && !self.streamed && self.parts.iter().all(plain)
     }

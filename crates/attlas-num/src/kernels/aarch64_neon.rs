@@ -6,6 +6,20 @@ use std::arch::aarch64::*;
 variant!(single, f32, Single::new(), 12, 8, "neon");
 variant!(double, f64, Double::new(), 12, 8, "neon");
 
+/// Attention over packed rows.
+pub(super) mod packed {
+    use super::*;
+    use crate::kernels::decode;
+    use crate::kernels::packed::AttendPacked;
+    use crate::scratch::Scratch;
+
+    variant! { @each Single::new(), "neon",
+        fn attend_packed(
+            job: &AttendPacked<'_>, scratch: &Scratch, out: &mut [f32], lse: &mut [f32]
+        ) => |s| decode::attend_packed(s, job, scratch, out, lse)
+    }
+}
+
 /// Token for `f32`.
 #[derive(Clone, Copy)]
 pub(super) struct Single(());

@@ -7,6 +7,7 @@
 
 use super::Precision;
 use super::attend::{AttendChosen, Job};
+use super::packed::{AttendPacked, PackedRows, RowFormat};
 use super::simd::{Exponential, Kernel, Simd, softcap};
 use crate::mat::{DType, MatRef, Real};
 use crate::scratch::Scratch;
@@ -35,6 +36,98 @@ pub(super) fn applies<T: Real>(job: &Job<'_, T>) -> bool {
     job.decode && rows > 0 && rows <= ROWS_MAX && job.band.range(0, n_k) == job.band.range(rows - 1, n_k)
 }
 
+/// Rows of keys or values as they are stored.
+trait Stored<S: Simd>: Copy {
+    fn width(self) -> usize;
+    /// Returns the address of a row; panics if there is none.
+    fn start(self, row: usize) -> *const u8;
+    /// Returns the bytes from the start of a row to column `at`.
+    fn offset(at: usize) -> usize;
+    /// Reads `part` numbers of a row, at most a register, from column `at` on, a multiple of a register; 0 in the other
+    /// lanes.
+    ///
+    /// # Safety
+    ///
+    /// `row` is the address of a row, which has these columns.
+    unsafe fn load(s: S, row: *const u8, at: usize, part: usize) -> S::V;
+}
+
+impl<S: Simd> Stored<S> for MatRef<'_, S::T> {
+    #[inline(always)]
+    fn width(self) -> usize {
+        MatRef::cols(&self)
+    }
+    #[inline(always)]
+    fn start(self, row: usize) -> *const u8 {
+        MatRef::row(&self, row).as_ptr().cast()
+    }
+    #[inline(always)]
+    fn offset(at: usize) -> usize {
+        at * size_of::<S::T>()
+    }
+    #[inline(always)]
+    unsafe fn load(s: S, row: *const u8, at: usize, part: usize) -> S::V {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            let p = row.cast::<S::T>().add(at);
+            if part == S::LANES { s.load(p) } else { s.load_part(p, part) }
+        }
+    }
+}
+
+/// Rows in bfloat16.
+#[derive(Clone, Copy)]
+struct Halves<'a>(PackedRows<'a>);
+
+impl<S: Simd> Stored<S> for Halves<'_> {
+    #[inline(always)]
+    fn width(self) -> usize {
+        self.0.cols()
+    }
+    #[inline(always)]
+    fn start(self, row: usize) -> *const u8 {
+        self.0.row(row).as_ptr()
+    }
+    #[inline(always)]
+    fn offset(at: usize) -> usize {
+        2 * at
+    }
+    #[inline(always)]
+    unsafe fn load(s: S, row: *const u8, at: usize, part: usize) -> S::V {
+        // SAFETY: passed on from the caller.
+        unsafe { s.load_bf16(row.add(2 * at), part) }
+    }
+}
+
+/// Rows of 8-bit integers, each block of 32 behind its scale.
+#[derive(Clone, Copy)]
+struct Scaled<'a>(PackedRows<'a>);
+
+impl<S: Simd> Stored<S> for Scaled<'_> {
+    #[inline(always)]
+    fn width(self) -> usize {
+        self.0.cols()
+    }
+    #[inline(always)]
+    fn start(self, row: usize) -> *const u8 {
+        self.0.row(row).as_ptr()
+    }
+    #[inline(always)]
+    fn offset(at: usize) -> usize {
+        at / 32 * 36 + at % 32
+    }
+    #[inline(always)]
+    unsafe fn load(s: S, row: *const u8, at: usize, part: usize) -> S::V {
+        // SAFETY: passed on from the caller. A register lies in one block, whose scale comes first.
+        unsafe {
+            let block = row.add(at / 32 * 36);
+            let scale = block.cast::<f32>().read_unaligned();
+            let numbers = s.load_i8(block.add(4 + at % 32), part);
+            s.mul(numbers, s.splat(S::T::from_f64(f64::from(scale))))
+        }
+    }
+}
+
 /// Keys of a call in the order of its biases: maps a place in that order to a row and to the address to prefetch.
 trait Places: Copy {
     /// True if rows are scattered in memory: then a key's value is prefetched with the key, and the values of a chunk
@@ -43,9 +136,9 @@ trait Places: Copy {
     /// Returns the row of the key at `place`.
     fn row(self, place: usize) -> usize;
     /// Returns the prefetch distance, as [`Places::ahead`] takes it.
-    fn distance<T: Real>(k: MatRef<'_, T>, v: MatRef<'_, T>) -> usize;
+    fn distance<S: Simd, K: Stored<S>>(k: K, v: K) -> usize;
     /// Returns the address to prefetch while the key at `place` of `x` is read.
-    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T;
+    fn ahead<S: Simd, K: Stored<S>>(self, x: K, place: usize, distance: usize) -> *const u8;
 }
 
 /// Keys in order: key `j` is row `j`.
@@ -58,12 +151,12 @@ impl Places for InOrder {
     fn row(self, place: usize) -> usize {
         place
     }
-    fn distance<T: Real>(_: MatRef<'_, T>, _: MatRef<'_, T>) -> usize {
-        AHEAD_BYTES / size_of::<T>()
+    fn distance<S: Simd, K: Stored<S>>(_: K, _: K) -> usize {
+        AHEAD_BYTES
     }
     #[inline(always)]
-    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T {
-        x.row(place).as_ptr().wrapping_add(distance)
+    fn ahead<S: Simd, K: Stored<S>>(self, x: K, place: usize, distance: usize) -> *const u8 {
+        x.start(place).wrapping_add(distance)
     }
 }
 
@@ -77,22 +170,22 @@ impl Places for Listed<'_> {
     fn row(self, place: usize) -> usize {
         self.0[place] as usize
     }
-    fn distance<T: Real>(k: MatRef<'_, T>, v: MatRef<'_, T>) -> usize {
+    fn distance<S: Simd, K: Stored<S>>(k: K, v: K) -> usize {
         let (least, most) = LISTED_ROWS;
-        (LISTED_BYTES / ((k.cols() + v.cols()) * size_of::<T>()).max(1)).clamp(least, most)
+        (LISTED_BYTES / K::offset(k.width() + v.width()).max(1)).clamp(least, most)
     }
     #[inline(always)]
-    fn ahead<T: Real>(self, x: MatRef<'_, T>, place: usize, distance: usize) -> *const T {
-        x.row(self.row((place + distance).min(self.0.len() - 1))).as_ptr()
+    fn ahead<S: Simd, K: Stored<S>>(self, x: K, place: usize, distance: usize) -> *const u8 {
+        x.start(self.row((place + distance).min(self.0.len() - 1)))
     }
 }
 
 /// One decoding step, independent of where the keys lie.
 #[derive(Clone, Copy)]
-struct Few<'a, T> {
+struct Few<'a, T, K> {
     q: MatRef<'a, T>,
-    k: MatRef<'a, T>,
-    v: MatRef<'a, T>,
+    k: K,
+    v: K,
     scale: T,
     softcap: Option<T>,
     /// Indexed by place.
@@ -133,18 +226,48 @@ pub(super) fn attend_chosen<S: Simd>(
     }
 }
 
+#[inline(always)]
+pub(super) fn attend_packed<S: Simd<T = f32>>(
+    s: S,
+    job: &AttendPacked<'_>,
+    scratch: &Scratch,
+    out: &mut [f32],
+    lse: &mut [f32],
+) {
+    let (rows, cols) = (job.q.rows(), job.v.cols());
+    let (scale, softcap) = (job.scale, job.softcap);
+    for first in (0..rows).step_by(ROWS_MAX) {
+        let some = first..(first + ROWS_MAX).min(rows);
+        let q = job.q.sub_rows(some.clone());
+        let (out, lse) = (&mut out[some.start * cols..some.end * cols], &mut lse[some]);
+        let seen = 0..job.k.rows();
+        match job.k.format() {
+            RowFormat::Bf16 => {
+                let (k, v) = (Halves(job.k), Halves(job.v));
+                let few = Few { q, k, v, scale, softcap, bias: None, rounded: false };
+                attend_few(s, few, InOrder, seen, scratch, out, lse);
+            }
+            RowFormat::Q8 => {
+                let (k, v) = (Scaled(job.k), Scaled(job.v));
+                let few = Few { q, k, v, scale, softcap, bias: None, rounded: false };
+                attend_few(s, few, InOrder, seen, scratch, out, lse);
+            }
+        }
+    }
+}
+
 /// Attention of at most `ROWS_MAX` rows to the keys at the places `seen`.
 #[inline(always)]
-fn attend_few<S: Simd, P: Places>(
+fn attend_few<S: Simd, P: Places, K: Stored<S>>(
     s: S,
-    job: Few<'_, S::T>,
+    job: Few<'_, S::T, K>,
     places: P,
     seen: Range<usize>,
     scratch: &Scratch,
     out: &mut [S::T],
     lse: &mut [S::T],
 ) {
-    let (rows, d, d_v) = (job.q.rows(), job.q.cols(), job.v.cols());
+    let (rows, d, d_v) = (job.q.rows(), job.q.cols(), job.v.width());
     let rounded = job.rounded;
     let factor = S::T::from_f64(job.scale.to_f64() * std::f64::consts::LOG2_E);
 
@@ -182,9 +305,9 @@ fn attend_few<S: Simd, P: Places>(
                 rounded,
             };
             match rows - row {
-                1 => s.call(Rows::<_, _, 1, 16>(scores)),
-                2 => s.call(Rows::<_, _, 2, 8>(scores)),
-                _ => s.call(Rows::<_, _, 4, 4>(scores)),
+                1 => s.call(Rows::<_, _, _, 1, 16>(scores)),
+                2 => s.call(Rows::<_, _, _, 2, 8>(scores)),
+                _ => s.call(Rows::<_, _, _, 4, 4>(scores)),
             }
             row += BLOCK;
         }
@@ -213,9 +336,9 @@ fn attend_few<S: Simd, P: Places>(
                 rounded,
             };
             match rows - row {
-                1 => s.call(RowsOf::<_, _, 1>(values)),
-                2 => s.call(RowsOf::<_, _, 2>(values)),
-                _ => s.call(RowsOf::<_, _, BLOCK>(values)),
+                1 => s.call(RowsOf::<_, _, _, 1>(values)),
+                2 => s.call(RowsOf::<_, _, _, 2>(values)),
+                _ => s.call(RowsOf::<_, _, _, BLOCK>(values)),
             }
         }
     }
@@ -234,11 +357,11 @@ fn attend_few<S: Simd, P: Places>(
 }
 
 /// Logits of a block of rows and the keys of a chunk.
-struct Scores<'t, T, P> {
+struct Scores<'t, T, P, D> {
     queries: &'t [T],
     stride: usize,
-    k: MatRef<'t, T>,
-    v: MatRef<'t, T>,
+    k: D,
+    v: D,
     places: P,
     keys: Range<usize>,
     /// Rows start `CHUNK` apart.
@@ -247,32 +370,33 @@ struct Scores<'t, T, P> {
 }
 
 /// [`Scores`] for `R` rows, `K` keys at a time; `R · K = 16`.
-struct Rows<'t, T, P, const R: usize, const K: usize>(Scores<'t, T, P>);
+struct Rows<'t, T, P, D, const R: usize, const K: usize>(Scores<'t, T, P, D>);
 
-impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, S::T, P, R, K> {
+impl<S: Simd, P: Places, D: Stored<S>, const R: usize, const K: usize> Kernel<S>
+    for Rows<'_, S::T, P, D, R, K>
+{
     #[inline(always)]
     fn run(self, s: S) {
         let Scores { queries, stride, k, v, places, keys, logits, rounded } = self.0;
-        let d = k.cols();
+        let d = k.width();
         // Loads read whole registers, so each query row is padded to one.
         assert!(queries.len() >= R * stride && stride >= d.next_multiple_of(S::LANES));
         assert!(logits.len() >= (R - 1) * CHUNK + keys.len());
-        let distance = P::distance(k, v);
+        let distance = P::distance::<S, D>(k, v);
         for j in keys.clone().step_by(K) {
             let count = (keys.end - j).min(K);
             let mut acc = [s.splat(S::T::ZERO); 16];
             for n in 0..K {
                 // A missing key repeats the last one; its logits are not written.
                 let place = j + n.min(count - 1);
-                let (row, ahead) = (k.row(places.row(place)), places.ahead(k, place, distance));
+                let (row, ahead) = (k.start(places.row(place)), places.ahead::<S, D>(k, place, distance));
                 let mut dots = [s.splat(S::T::ZERO); R];
                 for at in (0..d).step_by(S::LANES) {
                     let part = (d - at).min(S::LANES);
                     // SAFETY: key and query rows hold `at + part` elements, query rows a whole register.
                     unsafe {
-                        let p = row.as_ptr().add(at);
-                        s.prefetch(ahead.wrapping_add(at));
-                        let mut x = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
+                        s.prefetch(ahead.wrapping_add(D::offset(at)).cast());
+                        let mut x = D::load(s, row, at, part);
                         if rounded {
                             x = s.round_bf16(x);
                         }
@@ -282,9 +406,9 @@ impl<S: Simd, P: Places, const R: usize, const K: usize> Kernel<S> for Rows<'_, 
                     }
                 }
                 if P::SCATTERED {
-                    let value = places.ahead(v, place, distance);
-                    let lines = (0..v.cols()).step_by(LINE_BYTES / size_of::<S::T>());
-                    lines.for_each(|at| s.prefetch(value.wrapping_add(at)));
+                    let value = places.ahead::<S, D>(v, place, distance);
+                    let lines = (0..D::offset(v.width())).step_by(LINE_BYTES);
+                    lines.for_each(|at| s.prefetch(value.wrapping_add(at).cast()));
                 }
                 for r in 0..R {
                     acc[r * K + n] = dots[r];
@@ -369,10 +493,10 @@ impl<S: Simd> Kernel<S> for Softmax<'_, S> {
 }
 
 /// Adds the weighted values of a chunk to a block of rows.
-struct Values<'t, T, P> {
+struct Values<'t, T, P, D> {
     /// Rows start `CHUNK` apart.
     weights: &'t [T],
-    v: MatRef<'t, T>,
+    v: D,
     places: P,
     keys: Range<usize>,
     bias: Option<&'t [T]>,
@@ -382,13 +506,13 @@ struct Values<'t, T, P> {
 }
 
 /// [`Values`] for `R` rows, at most `BLOCK`.
-struct RowsOf<'t, T, P, const R: usize>(Values<'t, T, P>);
+struct RowsOf<'t, T, P, D, const R: usize>(Values<'t, T, P, D>);
 
-impl<S: Simd, P: Places, const R: usize> Kernel<S> for RowsOf<'_, S::T, P, R> {
+impl<S: Simd, P: Places, D: Stored<S>, const R: usize> Kernel<S> for RowsOf<'_, S::T, P, D, R> {
     #[inline(always)]
     fn run(self, s: S) {
         let mut values = self.0;
-        let d_v = values.v.cols();
+        let d_v = values.v.width();
         assert!(values.acc.len() >= R * values.stride && values.stride >= d_v.next_multiple_of(S::LANES));
         assert!(values.weights.len() >= (R - 1) * CHUNK + values.keys.len() && values.keys.len() <= CHUNK);
         let wide = BLOCK * S::LANES;
@@ -408,7 +532,7 @@ impl<S: Simd, P: Places, const R: usize> Kernel<S> for RowsOf<'_, S::T, P, R> {
     }
 }
 
-impl<T: Real, P: Places> Values<'_, T, P> {
+impl<T: Real, P: Places, D: Copy> Values<'_, T, P, D> {
     /// Adds keys `keys` of the chunk to `C` registers of columns from `col` on, the last with `part` elements.
     #[inline(always)]
     fn columns<S: Simd<T = T>, const R: usize, const C: usize>(
@@ -417,9 +541,11 @@ impl<T: Real, P: Places> Values<'_, T, P> {
         keys: Range<usize>,
         col: usize,
         part: usize,
-    ) {
+    ) where
+        D: Stored<S>,
+    {
         let acc = self.acc.as_mut_ptr();
-        let distance = P::distance(self.v, self.v);
+        let distance = P::distance::<S, D>(self.v, self.v);
         let mut block = [[s.splat(T::ZERO); C]; R];
         for r in 0..R {
             for c in 0..C {
@@ -432,17 +558,16 @@ impl<T: Real, P: Places> Values<'_, T, P> {
             if self.bias.is_some_and(|b| b[j] == T::NEG_INFINITY) {
                 continue;
             }
-            let row = &self.v.row(self.places.row(j))[col..];
+            let row = self.v.start(self.places.row(j));
             let mut x = [s.splat(T::ZERO); C];
             for c in 0..C {
                 // SAFETY: the row goes on for `C − 1` whole registers and `part` elements.
                 unsafe {
-                    let p = row.as_ptr().add(c * S::LANES);
-                    x[c] = if part == S::LANES { s.load(p) } else { s.load_part(p, part) };
+                    x[c] = D::load(s, row, col + c * S::LANES, part);
                 }
                 if !P::SCATTERED {
-                    let ahead = self.places.ahead(self.v, j, distance).wrapping_add(col);
-                    s.prefetch(ahead.wrapping_add(c * S::LANES));
+                    let ahead = self.places.ahead::<S, D>(self.v, j, distance);
+                    s.prefetch(ahead.wrapping_add(D::offset(col + c * S::LANES)).cast());
                 }
                 if self.rounded {
                     x[c] = s.round_bf16(x[c]);

@@ -40,9 +40,9 @@ mod attend;
 mod backward;
 mod block;
 mod decode;
-
 mod isa;
 mod log;
+mod packed;
 pub mod pages;
 pub mod par;
 mod product;
@@ -60,6 +60,7 @@ mod x86_avx512;
 pub use attend::{Attend, AttendChosen, Band, merge_lse};
 pub use backward::AttendBackward;
 pub use isa::{Isa, UnknownIsa, vectorised};
+pub use packed::{AttendPacked, PackedRows, RowFormat};
 
 use crate::mat::{MatRef, Real};
 use crate::scratch::Scratch;
@@ -114,7 +115,10 @@ impl<T: Copy> Op<MatRef<'_, T>> {
 mod dispatch {
     #[cfg(target_arch = "aarch64")]
     use super::aarch64_neon;
-    use super::{AttendBackward, AttendChosen, Isa, MatRef, Op, Scratch, attend::Job, backward, log, scalar};
+    use super::{
+        AttendBackward, AttendChosen, AttendPacked, Isa, MatRef, Op, Scratch, attend::Job, backward, log,
+        scalar,
+    };
     #[cfg(target_arch = "x86_64")]
     use super::{x86_avx2, x86_avx512};
 
@@ -187,6 +191,16 @@ mod dispatch {
                 _ => $fallback,
             }
         };
+    }
+
+    /// Attention over packed rows.
+    pub(super) fn attend_packed_on(
+        job: &AttendPacked<'_>,
+        scratch: &Scratch,
+        out: &mut [f32],
+        lse: &mut [f32],
+    ) {
+        choose!(job.isa, packed, attend_packed(job, scratch, out, lse), job.run_scalar(scratch, out, lse))
     }
 
     macro_rules! kernels {

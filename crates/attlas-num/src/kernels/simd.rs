@@ -114,6 +114,38 @@ pub(super) trait Simd: Copy {
     /// They must be writable.
     unsafe fn store_part(self, p: *mut Self::T, x: Self::V, n: usize);
 
+    /// Reads `n ≤ LANES` numbers in bfloat16; 0 in the other lanes.
+    ///
+    /// # Safety
+    ///
+    /// `2 n` bytes must be readable.
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u8, n: usize) -> Self::V {
+        let mut lanes = [Self::T::ZERO; 16];
+        for (i, lane) in lanes.iter_mut().enumerate().take(n) {
+            // SAFETY: the caller vouches for `n` numbers.
+            let bits = unsafe { p.cast::<u16>().add(i).read_unaligned() };
+            *lane = Self::T::from_f64(f64::from(f32::from_bits(u32::from(bits) << 16)));
+        }
+        // SAFETY: no register has more than 16 elements.
+        unsafe { self.load(lanes.as_ptr()) }
+    }
+    /// Reads `n ≤ LANES` 8-bit integers; 0 in the other lanes.
+    ///
+    /// # Safety
+    ///
+    /// `n` bytes must be readable.
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8, n: usize) -> Self::V {
+        let mut lanes = [Self::T::ZERO; 16];
+        for (i, lane) in lanes.iter_mut().enumerate().take(n) {
+            // SAFETY: the caller vouches for `n` numbers.
+            *lane = Self::T::from_f64(f64::from(unsafe { p.add(i).cast::<i8>().read() }));
+        }
+        // SAFETY: no register has more than 16 elements.
+        unsafe { self.load(lanes.as_ptr()) }
+    }
+
     /// Copies a square of `LANES × LANES` elements, transposed; strides count elements.
     ///
     /// # Safety

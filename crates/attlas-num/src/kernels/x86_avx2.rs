@@ -6,6 +6,20 @@ use std::arch::x86_64::*;
 variant!(single, f32, Single::new(), 6, 4, "avx2,fma");
 variant!(double, f64, Double::new(), 6, 4, "avx2,fma");
 
+/// Attention over packed rows.
+pub(super) mod packed {
+    use super::*;
+    use crate::kernels::decode;
+    use crate::kernels::packed::AttendPacked;
+    use crate::scratch::Scratch;
+
+    variant! { @each Single::new(), "avx2,fma",
+        fn attend_packed(
+            job: &AttendPacked<'_>, scratch: &Scratch, out: &mut [f32], lse: &mut [f32]
+        ) => |s| decode::attend_packed(s, job, scratch, out, lse)
+    }
+}
+
 /// Token for `f32`.
 #[derive(Clone, Copy)]
 pub(super) struct Single(());
@@ -150,6 +164,37 @@ macro_rules! arithmetic {
 }
 
 impl Simd for Single {
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u8, n: usize) -> __m256 {
+        let mut halves = [0u16; 8];
+        // SAFETY: the caller vouches for `n` numbers; the copy holds a register.
+        unsafe {
+            let p = match n {
+                8 => p,
+                _ => {
+                    std::ptr::copy_nonoverlapping(p, halves.as_mut_ptr().cast(), 2 * n.min(8));
+                    halves.as_ptr().cast()
+                }
+            };
+            let words = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+            _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8, n: usize) -> __m256 {
+        let mut numbers = [0u8; 8];
+        // SAFETY: as above.
+        unsafe {
+            let p = match n {
+                8 => p,
+                _ => {
+                    std::ptr::copy_nonoverlapping(p, numbers.as_mut_ptr(), n.min(8));
+                    numbers.as_ptr()
+                }
+            };
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(p.cast())))
+        }
+    }
     #[inline(always)]
     fn div(self, a: __m256, b: __m256) -> __m256 {
         // SAFETY: the token proves that the machine has the instructions.

@@ -10,6 +10,20 @@ use std::mem::transmute;
 variant!(single, f32, Single::new(), 12, 8, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
 variant!(double, f64, Double::new(), 12, 8, "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
 
+/// Attention over packed rows.
+pub(super) mod packed {
+    use super::*;
+    use crate::kernels::decode;
+    use crate::kernels::packed::AttendPacked;
+    use crate::scratch::Scratch;
+
+    variant! { @each Single::new(), "avx512f,avx512dq,avx512bw,avx512vl,avx2,fma",
+        fn attend_packed(
+            job: &AttendPacked<'_>, scratch: &Scratch, out: &mut [f32], lse: &mut [f32]
+        ) => |s| decode::attend_packed(s, job, scratch, out, lse)
+    }
+}
+
 /// Token for `f32`.
 #[derive(Clone, Copy)]
 pub(super) struct Single(());
@@ -287,6 +301,20 @@ impl Simd for Single {
     }
 
     single!("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma");
+
+    #[inline(always)]
+    unsafe fn load_bf16(self, p: *const u8, n: usize) -> __m512 {
+        // SAFETY: masked lanes are not touched, the caller vouches for the others.
+        unsafe {
+            let halves = _mm256_maskz_loadu_epi16(first(n) as u16, p.cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_i8(self, p: *const u8, n: usize) -> __m512 {
+        // SAFETY: as above.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(n) as u16, p.cast()))) }
+    }
 
     #[inline(always)]
     fn attend_pairs(self, job: &Job<'_, f32>, scratch: &Scratch, out: &mut [f32], lse: &mut [f32]) -> bool {
