@@ -27,19 +27,19 @@ SMOLLM2 = MODELS / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 # The file that all sides read.
 GGUF = SMOLLM2
 CASES = ["prefill:512", "prefill:2048", "prefill:8000", "decode:1024"]
-SIDES = ["attlas", "attlas-bf16", "attlas-int8", "attlas-int8-bf16", "attlas-recipe", "transformers", "llama"]
+SIDES = ["attlas", "attlas-bf16", "attlas-int8", "attlas-int8-bf16", "attlas-int8-cache", "attlas-recipe", "transformers", "llama"]
 STEPS = 64
 
 
 class Attlas:
-    def __init__(self, threads, precision="full", compute="f32", recipe=None):
+    def __init__(self, threads, precision="full", compute="f32", recipe=None, cache="f32"):
         target = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
         binary = os.environ.get("ATTLAS_PEER_MODEL")
         if not binary:
             command = ["cargo", "build", "--release", "-q", "-p", "xtask", "--example", "peer_model"]
             subprocess.check_call(command, cwd=ROOT)
             binary = str(target / "release" / "examples" / "peer_model")
-        self.how = dict(threads=threads, precision=precision, compute=compute, recipe=recipe)
+        self.how = dict(threads=threads, precision=precision, compute=compute, recipe=recipe, cache=cache)
         self.process = subprocess.Popen([binary, str(GGUF)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def version(self):
@@ -111,12 +111,13 @@ MAKE = {
     "attlas-bf16": lambda threads: Attlas(threads, "bf16"),
     "attlas-int8": lambda threads: Attlas(threads, "full", "int8"),
     "attlas-int8-bf16": lambda threads: Attlas(threads, "bf16", "int8"),
+    "attlas-int8-cache": lambda threads: Attlas(threads, "full", "int8", cache="bf16"),
     "transformers": Transformers,
     "llama": Llama,
 }
 HEADINGS = {
     "attlas": "attlas", "attlas-bf16": "attlas bf16", "attlas-int8": "attlas int8", "attlas-int8-bf16": "attlas int8, bf16",
-    "attlas-recipe": "attlas int8, recipe", "transformers": "transformers f32", "llama": "llama.cpp",
+    "attlas-int8-cache": "attlas int8, bf16 cache", "attlas-recipe": "attlas int8, recipe", "transformers": "transformers f32", "llama": "llama.cpp",
 }
 # The packages of a side.
 NEEDS = {"transformers": ["torch", "transformers", "accelerate", "gguf", "sentencepiece", "numpy"], "llama": ["llama-cpp-python"]}

@@ -305,8 +305,12 @@ impl Decoder {
     /// Reserves memory for `tokens` tokens in all, at most for the longest context; taking them then moves no data.
     pub fn reserve(&mut self, tokens: usize) {
         let tokens = tokens.min(self.model.config.longest_context());
-        let kept = self.state.layers.iter_mut().filter(|l| l.keeps_numbers());
-        kept.for_each(|l| l.cache.reserve(tokens));
+        for layer in self.state.layers.iter_mut().filter(|l| !l.streamed) {
+            match &mut layer.packed {
+                Some(packed) => packed.reserve(tokens),
+                None => layer.cache.reserve(tokens),
+            }
+        }
     }
 
     /// Drops every token.

@@ -123,6 +123,13 @@ impl Packed {
         self.heads.iter().map(|rows| rows.k.len() + rows.v.len()).sum()
     }
 
+    /// Reserves memory for `tokens` tokens in all.
+    pub(crate) fn reserve(&mut self, tokens: usize) {
+        let bytes = tokens * self.format.row_bytes(self.width);
+        let stores = self.heads.iter_mut().flat_map(|rows| [&mut rows.k, &mut rows.v]);
+        stores.for_each(|x| x.reserve_exact(bytes.saturating_sub(x.len())));
+    }
+
     pub(crate) fn truncate(&mut self, len: usize) {
         self.len = len.min(self.len);
         let bytes = self.len * self.format.row_bytes(self.width);

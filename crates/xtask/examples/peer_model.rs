@@ -50,6 +50,7 @@ fn run(
         };
         let mut decoder = Decoder::new(model.clone(), &recipe, schedule)?;
         decoder.compute_in(request["compute"].as_str().unwrap_or("f32").parse()?);
+        decoder.pack_keys(request["cache"].as_str().unwrap_or("f32").parse()?)?;
         *last = Some((threads, decoder));
     }
     let Some((_, decoder)) = last else { return Err("no decoder".into()) };

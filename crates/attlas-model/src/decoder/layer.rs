@@ -176,10 +176,10 @@ impl LayerState {
 
     /// Returns true if `n` tokens can attend to packed keys where they lie: one, in a layer that decodes exactly.
     pub(super) fn reads_packed(&self, n: usize) -> bool {
-        let plain =
-            |p: &Part| p.run.attending(true).is_baseline() && p.run.attending(true).options.is_empty();
+        // Products of packed keys are computed in single precision, whatever the options of exact attention say.
+        let exact = |p: &Part| p.run.attending(true).is_baseline();
         let some = self.packed.as_ref().is_some_and(|packed| packed.len() > 0);
-        n == 1 && some && !self.streamed && self.parts.iter().all(plain)
+        n == 1 && some && !self.streamed && self.parts.iter().all(exact)
     }
 
     /// Attends with the queries `[heads, head_dim]` of one token to packed keys.
