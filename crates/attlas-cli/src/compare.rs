@@ -4,13 +4,14 @@ use crate::args::{Cli, Command, Common, CompareArgs};
 use crate::inputs::{Numerals, check_outputs, load};
 use crate::interrupt;
 use crate::progress::measured;
-use crate::{ALLOCATOR, Outcome, note, print, print_json, team};
+use crate::{Outcome, note, print, print_json, team};
 use attlas_lab::budget::{Budget, equalise};
 use attlas_lab::compare::{Comparison, Matching, Settings, compare_with, curves, key};
 use attlas_lab::crew::Crew;
 use attlas_lab::select::{Chosen, Selection};
 use attlas_lab::table::{bytes, count, number, seconds, wrap};
 use attlas_lab::{Calibrations, Error, Meter, Run, Workload, html, output};
+use attlas_num::kernels::Counting;
 use clap::Parser;
 use std::process::ExitCode;
 
@@ -35,7 +36,7 @@ impl CompareArgs {
 
 /// The allocator's figures.
 pub(crate) fn meter() -> Meter {
-    Meter { peak: || ALLOCATOR.peak_usage(), reset: || ALLOCATOR.reset_peak_usage() }
+    Meter { peak: Counting::peak_bytes, reset: Counting::reset_peak }
 }
 
 pub(crate) fn run(args: &CompareArgs, common: &Common) -> Outcome {

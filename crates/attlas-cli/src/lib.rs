@@ -46,9 +46,6 @@ use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Counts allocated bytes if the program installs it as its allocator; reports show them as the memory of a method.
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
-
 /// Arguments after the program's name.
 static ARGUMENTS: OnceLock<Vec<OsString>> = OnceLock::new();
 

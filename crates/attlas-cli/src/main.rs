@@ -4,7 +4,7 @@
 
 /// Counts allocated bytes; reports show them as the memory of a method.
 #[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+static ALLOCATOR: attlas_num::kernels::Counting = attlas_num::kernels::Counting;
 
 fn main() -> std::process::ExitCode {
     attlas_cli::run(std::env::args_os().skip(1).collect()).into()

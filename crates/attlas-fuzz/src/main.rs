@@ -12,9 +12,9 @@
 mod mutate;
 
 use attlas_fuzz::{TARGETS, Target};
+use attlas_num::kernels::Counting;
 use attlas_num::rng::{Rng, StreamKey};
 use clap::Parser;
-use peak_alloc::PeakAlloc;
 use std::collections::BTreeSet;
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 #[global_allocator]
-static MEMORY: PeakAlloc = PeakAlloc;
+static MEMORY: Counting = Counting;
 
 /// Memory allowed for any input, including caches of regular expressions and thread pools.
 const FREE_BYTES: usize = 32 << 20;
@@ -80,11 +80,11 @@ impl std::fmt::Display for Failure {
 
 /// Runs one input; the outcome is the error's text, or nothing if it was accepted.
 fn run(target: &Target, input: &[u8]) -> Result<String, Failure> {
-    let before = MEMORY.current_usage();
-    MEMORY.reset_peak_usage();
+    let before = Counting::bytes_in_use();
+    Counting::reset_peak();
     let start = Instant::now();
     let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| (target.run)(input)));
-    let (seconds, bytes) = (start.elapsed(), MEMORY.peak_usage().saturating_sub(before));
+    let (seconds, bytes) = (start.elapsed(), Counting::peak_bytes().saturating_sub(before));
     let allowed = FREE_BYTES + BYTES_PER_BYTE * input.len();
     match outcome {
         Err(panic) => Err(Failure::Panic(

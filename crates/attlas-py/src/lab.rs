@@ -18,6 +18,7 @@ use attlas_lab::{
 };
 use attlas_model::perplexity::Protocol;
 use attlas_model::recipe::Numbers;
+use attlas_num::kernels::Counting;
 use pyo3::exceptions::{PyKeyError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList};
@@ -31,7 +32,7 @@ fn json(x: &impl serde::Serialize) -> PyResult<String> {
 }
 
 fn meter() -> Meter {
-    Meter { peak: || peak_alloc::PeakAlloc.peak_usage(), reset: || peak_alloc::PeakAlloc.reset_peak_usage() }
+    Meter { peak: Counting::peak_bytes, reset: Counting::reset_peak }
 }
 
 /// Calls a Python function for every step, and stops the work at Ctrl-C or if the function raises.

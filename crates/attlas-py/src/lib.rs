@@ -14,7 +14,7 @@ use std::ffi::OsString;
 
 /// Counts allocated bytes; comparisons report them as the memory of a method.
 #[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+static ALLOCATOR: attlas_num::kernels::Counting = attlas_num::kernels::Counting;
 
 /// Resets thread pools; called in the child after a fork.
 #[pyfunction]

@@ -5,18 +5,18 @@ use attlas::testkit::Case;
 use attlas::{MatRef, Problem, Schedule, Workspace};
 
 #[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+static ALLOCATOR: attlas_num::kernels::Counting = attlas_num::kernels::Counting;
 
 /// Inspects a causal head of `n` tokens; also returns the peak of allocated bytes, inputs included.
 fn watched(n: usize, d: usize, settings: &Settings) -> (HeadReport, usize) {
     let case = Case::clustered(Problem::new(1, n, d).causal(), 1);
     let ws = Workspace::new(Schedule::default()).unwrap();
-    ALLOCATOR.reset_peak_usage();
+    attlas_num::kernels::Counting::reset_peak();
     let view = |x| MatRef::new(x, n, d);
     let p = &case.problem;
     let head = Head::new(view(&case.q), view(&case.k), view(&case.v), p.scale, p.mask).unwrap();
     let report = inspect(&head, settings, &ws).unwrap();
-    (report, ALLOCATOR.peak_usage())
+    (report, attlas_num::kernels::Counting::peak_bytes())
 }
 
 #[test]

@@ -11,6 +11,7 @@ use attlas_lab::stats::log_slope;
 use attlas_lab::synthetic::Kind;
 use attlas_lab::table::{Table, bytes, number, percent, seconds, times};
 use attlas_lab::{Meter, Progress, Run};
+use attlas_num::kernels::Counting;
 use std::collections::BTreeMap;
 use std::error::Error;
 use std::sync::atomic::AtomicBool;
@@ -166,10 +167,7 @@ pub(crate) fn run(args: &Args) -> Result<()> {
     let settings = Settings {
         runs: args.runs.max(1),
         max_seconds: args.max_seconds,
-        meter: Meter {
-            peak: || crate::ALLOCATOR.peak_usage(),
-            reset: || crate::ALLOCATOR.reset_peak_usage(),
-        },
+        meter: Meter { peak: Counting::peak_bytes, reset: Counting::reset_peak },
         ..Settings::default()
     };
     let base = Base { settings, threads: args.threads, seed: args.seed };

@@ -15,7 +15,7 @@ use std::process::ExitCode;
 
 /// Counts allocated bytes, which the headline suite reports as the memory of a method.
 #[global_allocator]
-static ALLOCATOR: peak_alloc::PeakAlloc = peak_alloc::PeakAlloc;
+static ALLOCATOR: attlas_num::kernels::Counting = attlas_num::kernels::Counting;
 
 #[derive(Parser)]
 #[command(about = "Programs of the maintainers of attlas")]

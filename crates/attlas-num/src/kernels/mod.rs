@@ -39,6 +39,7 @@ mod aarch64_neon;
 mod attend;
 mod backward;
 mod block;
+mod counting;
 mod decode;
 mod isa;
 mod log;
@@ -59,6 +60,7 @@ mod x86_avx512;
 
 pub use attend::{Attend, AttendChosen, Band, merge_lse};
 pub use backward::AttendBackward;
+pub use counting::Counting;
 pub use isa::{Isa, UnknownIsa, vectorised};
 pub use packed::{AttendPacked, PackedRows, RowFormat};
 
