@@ -212,6 +212,9 @@ fn show(tuned: &Tuned, common: &Common) {
         }
         note(common, &line);
     }
+    if let Some(from) = tuned.decode_from {
+        note(common, &format!("new tokens use it behind {from} tokens and more"));
+    }
     if let Some(why) = &tuned.decode_note {
         note(common, &wrap(&format!("exact attention for new tokens: {why}")));
     }

@@ -161,6 +161,7 @@ impl Decoder {
         }
         let mut layers: Vec<LayerState> =
             parts.into_iter().enumerate().map(|(i, parts)| LayerState::new(i, parts, c)).collect();
+        layers.iter_mut().for_each(|l| l.decode_from = recipe.decode_from);
         if let Weights::Decoder(weights) = &model.weights {
             for (state, layer) in layers.iter_mut().zip(&weights.layers) {
                 state.latents = layer.whole().map(|l| l.new_cache());

@@ -51,6 +51,9 @@ pub struct Recipe {
     /// Tokens of the longest text it was checked on; its effect on longer ones is unknown.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens: Option<usize>,
+    /// Number of tokens, the new one included, below which new tokens attend exactly, whatever the rules say.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub decode_from: usize,
     /// Calibrations of its methods: a file or a folder, beside the recipe unless the path is absolute.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub calibration: Option<PathBuf>,
@@ -225,6 +228,10 @@ impl TryFrom<Written> for Numbers {
     }
 }
 
+fn is_zero(n: &usize) -> bool {
+    *n == 0
+}
+
 impl From<Numbers> for String {
     fn from(numbers: Numbers) -> Self {
         numbers.to_string()
@@ -254,6 +261,7 @@ impl Recipe {
             producer: None,
             model: None,
             tokens: None,
+            decode_from: 0,
             calibration: None,
             calibrations: Arc::default(),
             evidence: BTreeMap::new(),

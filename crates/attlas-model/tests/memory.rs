@@ -134,3 +134,26 @@ fn packed_caches_cost_their_rounding_whenever_tokens_are_read() {
         assert!(gap(&again, &first[7 * decoder.model().config.vocab..]) < 1e-4);
     }
 }
+
+#[test]
+fn new_tokens_attend_exactly_until_the_recipe_says_otherwise() {
+    let tokens = tokens(12);
+    let text = |from: &str| {
+        let method = "method = 'sink_window'\nparams = { sinks = 0, window = 2 }\n";
+        format!("version = 1\n{from}[default]\nmethod = 'exact'\n[default.decode]\n{method}")
+    };
+    let run = |text: &str| {
+        let recipe = Recipe::from_toml(text).unwrap();
+        assert_eq!(Recipe::from_toml(&recipe.to_toml().unwrap()).unwrap(), recipe);
+        logits(&mut decoder("granite", &recipe), &tokens, &[1; 12])
+    };
+    let exact = logits(&mut decoder("granite", &Recipe::default()), &tokens, &[1; 12]);
+    let (always, later) = (run(&text("")), run(&text("decode_from = 9\n")));
+    let of = |all: &[f32], tokens: std::ops::Range<usize>| {
+        let vocab = all.len() / 12;
+        all[tokens.start * vocab..tokens.end * vocab].to_vec()
+    };
+    assert_eq!(of(&later, 0..8), of(&exact, 0..8));
+    assert!(relative(&of(&later, 8..9), &of(&exact, 8..9)) > 1e-3);
+    assert!(relative(&of(&always, 4..8), &of(&exact, 4..8)) > 1e-3);
+}

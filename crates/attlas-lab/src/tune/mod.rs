@@ -353,6 +353,9 @@ pub struct Tuned {
     pub answer: Option<Outcome>,
     /// The model decoding the second text, with the choices for new tokens.
     pub decoded: Option<Outcome>,
+    /// Number of tokens from which on decoding with the choices for new tokens was faster in the model than exact
+    /// attention.
+    pub decode_from: Option<usize>,
     /// Reason why exact attention decodes everywhere, if it does.
     pub decode_note: Option<String>,
     /// Layers with heads whose method for new tokens has no stream: exact attention decodes there.

@@ -45,6 +45,7 @@ impl Tuning<'_, '_, '_> {
             rounds: Vec::new(),
             answer: None,
             decoded: None,
+            decode_from: None,
             decode_note: None,
             decodes_exactly: Vec::new(),
             chosen: None,
@@ -91,6 +92,7 @@ impl Tuning<'_, '_, '_> {
         tuned.picks = picks;
         let mut recipe = self.recipe(&tuned.picks);
         tuned.decodes_exactly = self.model.decodes_exactly(&recipe)?;
+        recipe.decode_from = tuned.decode_from.unwrap_or(0);
         recipe.evidence = recipe::evidence(&tuned, self.text, self.check, self.settings, self.model.shape());
         recipe.tokens = (!recipe.rules.is_empty()).then_some(tuned.tokens);
         tuned.recipe = Some(recipe);
@@ -300,6 +302,7 @@ impl Tuning<'_, '_, '_> {
                 break;
             }
             if holds {
+                tuned.decode_from = Some(self.decode_from(&recipe, steps)?);
                 return Ok(true);
             }
             target /= 3.0;
@@ -310,6 +313,22 @@ impl Tuning<'_, '_, '_> {
         tuned.decoded = None;
         picks.iter_mut().for_each(|p| p.decode = Some(p.clone().exact().as_decode()));
         Ok(true)
+    }
+
+    /// Returns the shortest length, of halves, quarters and eighths of the text's, from which on the model decodes faster
+    /// with the recipe; it does at the whole length.
+    fn decode_from(&mut self, recipe: &Recipe, steps: usize) -> Result<usize> {
+        let whole = self.text.tokens.len().min(self.check.tokens.len());
+        let mut from = whole;
+        for part in [2, 4, 8] {
+            self.run.at(0, 1, &format!("decoding behind {} tokens", whole / part));
+            let outcome = self.model.decode(recipe, self.check, whole / part, steps, self.run.stop)?;
+            match outcome {
+                Some(outcome) if slower(&outcome).is_none() => from = whole / part,
+                _ => break,
+            }
+        }
+        Ok(from)
     }
 }
 

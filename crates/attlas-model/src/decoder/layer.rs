@@ -67,6 +67,8 @@ pub(super) struct LayerState {
     pub(super) streamed: bool,
     /// Tokens in the cache after the call.
     pub(super) ahead: usize,
+    /// Number of tokens below which new tokens attend exactly.
+    pub(super) decode_from: usize,
     /// Packed keys and values, if they are packed; the cache has them unpacked while the layer attends.
     pub(super) packed: Option<Packed>,
     /// True if the current call attends to packed keys where they lie.
@@ -99,6 +101,7 @@ struct Call<'a> {
     cache: &'a KvCache<f32>,
     streamed: bool,
     ahead: usize,
+    decode_from: usize,
     /// Queries of the last tokens, `[1, heads, n, head_dim]`.
     q: TensorRef<'a, f32>,
     sinks: Option<&'a [f32]>,
@@ -113,6 +116,7 @@ impl LayerState {
             cache: KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0),
             streamed: false,
             ahead: 0,
+            decode_from: 0,
             packed: None,
             direct: false,
             latents: None,
@@ -148,7 +152,9 @@ impl LayerState {
 
     /// Returns true if all heads decode by streams.
     pub(super) fn can_stream(&self, c: &ModelConfig) -> Result<bool> {
-        if self.latents.is_some() || self.window.is_some() || self.parts.is_empty() {
+        // Exact attention of the first new tokens needs the keys.
+        let whole = self.latents.is_some() || self.window.is_some() || self.parts.is_empty();
+        if whole || self.decode_from > 0 {
             return Ok(false);
         }
         for part in &self.parts {
@@ -258,9 +264,10 @@ impl LayerState {
         out: &mut [f32],
         workspaces: &mut Vec<Workspace>,
     ) -> Result<RunInfo> {
-        let Self { index: layer, window, parts, cache, streamed, ahead, .. } = self;
+        let Self { index: layer, window, parts, cache, streamed, ahead, decode_from, .. } = self;
         let (layer, window, streamed, ahead) = (*layer, *window, *streamed, *ahead);
-        let call = Call { c, layer, window, cache, streamed, ahead, q, sinks };
+        let decode_from = *decode_from;
+        let call = Call { c, layer, window, cache, streamed, ahead, decode_from, q, sinks };
         let mut info = RunInfo::default();
         if parts.len() == 1 || q.dims()[2] > 1 {
             for part in parts {
@@ -362,7 +369,7 @@ impl Part {
             }
             return Ok(stream.extend(&inputs, &mut out, ws)?);
         }
-        if decodes && !choice.is_baseline() {
+        if decodes && !choice.is_baseline() && n_k >= call.decode_from {
             if self.stream.is_none() {
                 // Planned as the prompt would be.
                 let plan = choice.plan(&problem.with_lens(n_k, n_k))?;
