@@ -191,7 +191,11 @@ impl<'a> Head<'a> {
         let options = chosen.options_for(seed);
         let n = self.n;
         let first = Qkv::new(self.x.q.rows(0..n), self.x.k.rows(0..n), self.x.v.rows(0..n));
-        let learnt = learn(&self.problem.with_lens(n, n), &Near::strip(&options), &[Inputs::from(first)])?;
+        let learnt = learn(
+            &self.problem.with_lens(n, n),
+            &Near::strip(&options, chosen.method.params),
+            &[Inputs::from(first)],
+        )?;
         let after = self.error(chosen, &options, Some(&learnt), ws)?;
         let before = match self.error(chosen, &options, None, ws) {
             Ok(error) => Some(error),

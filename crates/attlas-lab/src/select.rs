@@ -2,6 +2,7 @@
 
 use crate::{Error, Result};
 use attlas::method::Family;
+use attlas::near::PREFIX;
 use attlas::params::Value;
 use attlas::{Method, Options, registry};
 use serde_json::Map;
@@ -57,7 +58,7 @@ impl Choice {
             .collect::<Result<_>>()?;
         // A setting `near.…` without an id applies to every method but the baseline and the oracles.
         let (near, named_settings): (Vec<&String>, Vec<&String>) =
-            self.set.iter().partition(|s| s.starts_with(attlas::near::PREFIX));
+            self.set.iter().partition(|s| s.starts_with(PREFIX));
         let near: Vec<(&str, &str)> = near.iter().map(|s| parse_near(s)).collect::<Result<_>>()?;
         let settings: Vec<(&'static Method, &str, &str)> =
             named_settings.iter().map(|s| parse_setting(s)).collect::<Result<_>>()?;
@@ -105,14 +106,11 @@ impl Choice {
 /// Splits `near.field=value` and checks that the field exists.
 fn parse_near(text: &str) -> Result<(&str, &str)> {
     let (name, value) = text.split_once('=').unwrap_or((text, ""));
-    match attlas::Near::names(name) {
+    match attlas::Near::names(name, &[]) {
         true => Ok((name, value)),
         false => Err(attlas::Error::UnknownParam {
             name: name.into(),
-            accepted: attlas::Near::SPECS
-                .iter()
-                .map(|p| format!("{}{}", attlas::near::PREFIX, p.name))
-                .collect(),
+            accepted: attlas::Near::SPECS.iter().map(|p| format!("{PREFIX}{}", p.name)).collect(),
         }
         .into()),
     }
@@ -125,13 +123,7 @@ fn parse_setting(text: &str) -> Result<(&'static Method, &str, &str)> {
     let (name, value) = text.split_once('=').ok_or_else(wrong)?;
     let (id, param) = name.split_once('.').ok_or_else(wrong)?;
     let method = registry::method(id)?;
-    if !method.params.iter().any(|p| p.name == param) && !attlas::Near::names(param) {
-        return Err(attlas::Error::UnknownParam {
-            name: format!("{param} of {id}"),
-            accepted: method.params.iter().map(|p| p.name.to_string()).collect(),
-        }
-        .into());
-    }
+    method.check_option(param, value)?;
     Ok((method, param, value))
 }
 
@@ -159,8 +151,9 @@ impl Chosen {
         let value = |spec: &attlas::params::ParamSpec| {
             options.get(spec.name).cloned().unwrap_or_else(|| (spec.default)())
         };
-        let near = options.iter().filter(|(name, _)| attlas::Near::names(name));
-        let near = near.map(|(name, value)| (name.to_string(), json(value)));
+        let full = |name: &str| format!("{PREFIX}{}", name.trim_start_matches(PREFIX));
+        let near = options.iter().filter(|(name, _)| attlas::Near::names(name, self.method.params));
+        let near = near.map(|(name, value)| (full(name), json(value)));
         self.method
             .params
             .iter()

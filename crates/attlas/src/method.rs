@@ -241,6 +241,18 @@ impl Method {
         }
     }
 
+    /// Returns an error unless an option of that name exists, of the method itself or of its near field.
+    pub fn check_option(&self, name: &str, value: impl Into<crate::params::Value>) -> Result<()> {
+        let (_, own) = Near::split(Near::NONE, &Options::new().with(name, value), self.params)?;
+        match own.is_empty() || self.params.iter().any(|p| p.name == name) {
+            true => Ok(()),
+            false => Err(Error::UnknownParam {
+                name: format!("{name} of {}", self.id),
+                accepted: self.params.iter().map(|p| p.name.to_string()).collect(),
+            }),
+        }
+    }
+
     /// Returns an error with every reason against a plan, `support` included.
     fn accept(&self, problem: &Problem, support: Support, calibration: Option<&Calibration>) -> Result<()> {
         let mut reasons = support.reasons;
