@@ -196,7 +196,7 @@ mod tests {
 
     #[test]
     fn a_near_field_is_set_for_all_methods_or_for_one_and_shows_in_records() {
-        let set = ["near.window=128".to_string(), "top_k.near.sinks=4".to_string()];
+        let set = ["near.window=128", "top_k.near.sinks=4", "hyper.sinks=3"].map(String::from);
         let choice = Choice {
             methods: vec!["top_k".into(), "hyper".into(), "exact".into()],
             set: set.into(),
@@ -205,7 +205,8 @@ mod tests {
         let chosen = choice.resolve().unwrap();
         let of = |id: &str| chosen.iter().find(|c| c.method.id == id).unwrap();
         assert!(of("exact").options.is_empty());
-        assert_eq!(of("hyper").options.to_string(), "near.window=128");
+        let params = of("hyper").params(&of("hyper").options);
+        assert_eq!((&params["near.window"], &params["near.sinks"]), (&128.into(), &3.into()));
         let params = of("top_k").params(&of("top_k").options);
         assert_eq!((&params["near.window"], &params["near.sinks"]), (&128.into(), &4.into()));
         let wrong = Choice { set: vec!["near.windows=3".into()], ..Choice::default() }.resolve();
@@ -218,6 +219,8 @@ mod tests {
         assert!(message(choose(&["topk"], None, &[])).contains("sink_window"));
         assert!(message(choose(&[], Some("sparse"), &[])).contains("low_rank"));
         assert!(message(choose(&[], None, &["top_k.key=3"])).contains("accepted are keys"));
+        assert!(message(choose(&[], None, &["top_k.near.key=3"])).contains("accepted are near.sinks"));
+        assert!(message(choose(&[], None, &["top_k.always=3"])).contains("near.sinks or near.heavy"));
         assert!(message(choose(&[], None, &["top_k"])).contains("method.parameter=value"));
         assert!(
             message(choose(&["top_k"], None, &["sink_window.sinks=3"])).contains("being measured (top_k)")
