@@ -142,7 +142,11 @@ impl Method {
             },
             calibrate: match S::CALIBRATE {
                 Some(_) => Some(|problem, options, samples| match S::CALIBRATE {
-                    Some(learn) => learn(&S::from_options(options)?, problem, samples),
+                    // What is learnt does not depend on the near field.
+                    Some(learn) => {
+                        let (_, own) = Near::split(Near::NONE, options, S::SPECS)?;
+                        learn(&S::from_options(&own)?, problem, samples)
+                    }
                     None => unreachable!("matched above"),
                 }),
                 None => None,

@@ -90,13 +90,6 @@ impl Near {
         field(name, params).is_some_and(|field| Near::SPECS.iter().any(|s| s.name == field))
     }
 
-    /// Returns the options without those of the near field; these are the ones that a method with these parameters
-    /// reads.
-    pub fn strip(options: &Options, params: &[ParamSpec]) -> Options {
-        let others = options.iter().filter(|(name, _)| field(name, params).is_none());
-        others.fold(Options::new(), |rest, (name, value)| rest.with(name, value.clone()))
-    }
-
     /// Splits options into the near field that they describe, or `base` if they name none of its fields, and the
     /// others. Options `sinks` and `window` that `params` does not have count as `near.sinks` and `near.window`; both
     /// spellings with different values are an error.
@@ -222,7 +215,9 @@ mod tests {
         assert_eq!(near("reformer", &options).unwrap(), (3, 0), "it has a window of its own");
         assert_eq!(near("sink_window", &options).unwrap(), (0, 0));
         let params = registry::method("hyper").unwrap().params;
-        assert!(Near::names("window", params) && Near::strip(&options, params).is_empty());
+        assert!(
+            Near::names("window", params) && Near::split(Near::NONE, &options, params).unwrap().1.is_empty()
+        );
         assert_eq!(near("hyper", &options.clone().with("near.window", "7")).unwrap(), (3, 7));
         let both = near("hyper", &options.with("near.window", 8)).unwrap_err().to_string();
         assert!(both.contains("window = 7") && both.contains("8 as in near.window"), "{both}");
