@@ -68,7 +68,6 @@ DEV rank rank_of(float x) { const u32 u = __float_as_uint(x + 0.f); return x != 
 struct Choice {
   double fraction;      // share of the keys seen, rounded up, where keys is 0
   int keys;             // keys that are kept by their scores
-  int window, sinks;    // kept whatever their scores
   int min_len;          // rows that see fewer keys keep all
   int together;         // heads of a group choose by the largest of their scores
 };
@@ -77,14 +76,14 @@ DEV int budget_of(const Choice& how, int n) { return min(n, how.keys > 0 ? how.k
 // The keys of one row in increasing order; −1 keys for all visible ones. Ties go to the smaller index. lists:
 // [batch][heads][rows][room]. grid: rows, heads, batch.
 #define WARPS 16
-extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* __restrict__ scores, u32* __restrict__ lists, int* __restrict__ counts, Sizes n, int first, int rows, int causal, int room, double fraction, int keys, int window, int sinks, int min_len, int together) {
-  const Choice how = {fraction, keys, window, sinks, min_len, together};
+extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* __restrict__ scores, u32* __restrict__ lists, int* __restrict__ counts, Sizes n, int first, int rows, int causal, int room, double fraction, int keys, int min_len, int together) {
+  const Choice how = {fraction, keys, min_len, together};
   __shared__ u32 count[256], sums[WARPS], found[2];
   const int tid = threadIdx.x, w = tid >> 5, lane = tid & 31, r = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
   const i64 slot = ((i64)b * n.heads + h) * rows + r;
   const int seen = causal ? max(0, min(n.nk, first + r + n.nk - n.nq + 1)) : n.nk;
   const int budget = budget_of(how, seen);
-  if (seen < how.min_len || budget >= seen || (i64)how.window + how.sinks >= seen) { if (tid == 0) counts[slot] = -1; return; }
+  if (seen < how.min_len || budget >= seen) { if (tid == 0) counts[slot] = -1; return; }
   const int voters = how.together ? n.group : 1, h0 = how.together ? h / n.group * n.group : h;
   const acc* own = scores + (((i64)b * n.heads + h0) * rows + r) * n.nk;
   auto at = [&](int j) {
@@ -121,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* 
     __syncthreads();
   }
   // The first `left` of the keys at the bound are kept. Each warp has a span of keys.
-  const int span = (seen + 32 * WARPS - 1) / (32 * WARPS) * 32, from = w * span, to = min(seen, from + span), tail = seen - how.window;
+  const int span = (seen + 32 * WARPS - 1) / (32 * WARPS) * 32, from = w * span, to = min(seen, from + span);
   u32 ties = 0;
   for (int j0 = from; j0 < to; j0 += 32) ties += __popc(__ballot_sync(FULL, j0 + lane < to && at(j0 + lane) == bound));
   if (lane == 0) sums[w] = ties;
@@ -138,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) rank_select(const acc* 
       const rank x = j < to ? at(j) : 0;
       const u32 equal = __ballot_sync(FULL, j < to && x == bound), lower = (1u << lane) - 1;
       const bool ranked = x > bound || (x == bound && tied + __popc(equal & lower) < left);
-      const u32 takes = __ballot_sync(FULL, j < to && (ranked || j < how.sinks || j >= tail));
+      const u32 takes = __ballot_sync(FULL, j < to && ranked);
       if (pass == 1 && (takes >> lane & 1)) list[places + taken + __popc(takes & lower)] = j;
       tied += __popc(equal); taken += __popc(takes);
     }

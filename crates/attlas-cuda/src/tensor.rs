@@ -240,11 +240,6 @@ impl<'a> DeviceRef<'a> {
         Self { address, dims: [b, h, count, c], ..*self }
     }
 
-    /// Returns a tensor of the same sizes at another place.
-    pub(crate) fn moved(&self, to: View) -> Self {
-        Self { address: to.address, strides: to.strides.map(|s| s as usize), ..*self }
-    }
-
     /// Returns the first `rows` rows of one sequence.
     pub(crate) fn sequence(&self, batch: usize, rows: usize) -> Self {
         let [_, h, n, c] = self.dims;

@@ -11,7 +11,7 @@ use crate::table::{Table, number};
 use crate::text::Text;
 use crate::workload::LayerData;
 use crate::{Calibrations, Error, Result, extract};
-use attlas::{Calibration, Inputs, Mask, Near, Options, Problem, Qkv, Schedule, Workspace, registry};
+use attlas::{Calibration, Inputs, Mask, Options, Problem, Qkv, Schedule, Workspace, registry};
 use attlas_model::Model;
 use attlas_model::recipe::Numbers;
 use serde::Serialize;
@@ -191,7 +191,7 @@ impl<'a> Head<'a> {
         let options = chosen.options_for(seed);
         let n = self.n;
         let first = Qkv::new(self.x.q.rows(0..n), self.x.k.rows(0..n), self.x.v.rows(0..n));
-        let learnt = learn(&self.problem.with_lens(n, n), &Near::strip(&options), &[Inputs::from(first)])?;
+        let learnt = learn(&self.problem.with_lens(n, n), &options, &[Inputs::from(first)])?;
         let after = self.error(chosen, &options, Some(&learnt), ws)?;
         let before = match self.error(chosen, &options, None, ws) {
             Ok(error) => Some(error),

@@ -2,6 +2,7 @@
 
 use crate::{Error, Result};
 use attlas::method::Family;
+use attlas::near::PREFIX;
 use attlas::params::Value;
 use attlas::{Method, Options, registry};
 use serde_json::Map;
@@ -57,7 +58,7 @@ impl Choice {
             .collect::<Result<_>>()?;
         // A setting `near.…` without an id applies to every method but the baseline and the oracles.
         let (near, named_settings): (Vec<&String>, Vec<&String>) =
-            self.set.iter().partition(|s| s.starts_with(attlas::near::PREFIX));
+            self.set.iter().partition(|s| s.starts_with(PREFIX));
         let near: Vec<(&str, &str)> = near.iter().map(|s| parse_near(s)).collect::<Result<_>>()?;
         let settings: Vec<(&'static Method, &str, &str)> =
             named_settings.iter().map(|s| parse_setting(s)).collect::<Result<_>>()?;
@@ -105,14 +106,11 @@ impl Choice {
 /// Splits `near.field=value` and checks that the field exists.
 fn parse_near(text: &str) -> Result<(&str, &str)> {
     let (name, value) = text.split_once('=').unwrap_or((text, ""));
-    match attlas::Near::names(name) {
+    match attlas::Near::names(name, &[]) {
         true => Ok((name, value)),
         false => Err(attlas::Error::UnknownParam {
             name: name.into(),
-            accepted: attlas::Near::SPECS
-                .iter()
-                .map(|p| format!("{}{}", attlas::near::PREFIX, p.name))
-                .collect(),
+            accepted: attlas::Near::SPECS.iter().map(|p| format!("{PREFIX}{}", p.name)).collect(),
         }
         .into()),
     }
@@ -125,13 +123,7 @@ fn parse_setting(text: &str) -> Result<(&'static Method, &str, &str)> {
     let (name, value) = text.split_once('=').ok_or_else(wrong)?;
     let (id, param) = name.split_once('.').ok_or_else(wrong)?;
     let method = registry::method(id)?;
-    if !method.params.iter().any(|p| p.name == param) && !attlas::Near::names(param) {
-        return Err(attlas::Error::UnknownParam {
-            name: format!("{param} of {id}"),
-            accepted: method.params.iter().map(|p| p.name.to_string()).collect(),
-        }
-        .into());
-    }
+    method.check_option(param, value)?;
     Ok((method, param, value))
 }
 
@@ -159,8 +151,9 @@ impl Chosen {
         let value = |spec: &attlas::params::ParamSpec| {
             options.get(spec.name).cloned().unwrap_or_else(|| (spec.default)())
         };
-        let near = options.iter().filter(|(name, _)| attlas::Near::names(name));
-        let near = near.map(|(name, value)| (name.to_string(), json(value)));
+        let full = |name: &str| format!("{PREFIX}{}", name.trim_start_matches(PREFIX));
+        let near = options.iter().filter(|(name, _)| attlas::Near::names(name, self.method.params));
+        let near = near.map(|(name, value)| (full(name), json(value)));
         self.method
             .params
             .iter()
@@ -203,7 +196,7 @@ mod tests {
 
     #[test]
     fn a_near_field_is_set_for_all_methods_or_for_one_and_shows_in_records() {
-        let set = ["near.window=128".to_string(), "top_k.near.sinks=4".to_string()];
+        let set = ["near.window=128", "top_k.near.sinks=4", "hyper.sinks=3"].map(String::from);
         let choice = Choice {
             methods: vec!["top_k".into(), "hyper".into(), "exact".into()],
             set: set.into(),
@@ -212,7 +205,8 @@ mod tests {
         let chosen = choice.resolve().unwrap();
         let of = |id: &str| chosen.iter().find(|c| c.method.id == id).unwrap();
         assert!(of("exact").options.is_empty());
-        assert_eq!(of("hyper").options.to_string(), "near.window=128");
+        let params = of("hyper").params(&of("hyper").options);
+        assert_eq!((&params["near.window"], &params["near.sinks"]), (&128.into(), &3.into()));
         let params = of("top_k").params(&of("top_k").options);
         assert_eq!((&params["near.window"], &params["near.sinks"]), (&128.into(), &4.into()));
         let wrong = Choice { set: vec!["near.windows=3".into()], ..Choice::default() }.resolve();
@@ -225,6 +219,8 @@ mod tests {
         assert!(message(choose(&["topk"], None, &[])).contains("sink_window"));
         assert!(message(choose(&[], Some("sparse"), &[])).contains("low_rank"));
         assert!(message(choose(&[], None, &["top_k.key=3"])).contains("accepted are keys"));
+        assert!(message(choose(&[], None, &["top_k.near.key=3"])).contains("accepted are near.sinks"));
+        assert!(message(choose(&[], None, &["top_k.always=3"])).contains("near.sinks or near.heavy"));
         assert!(message(choose(&[], None, &["top_k"])).contains("method.parameter=value"));
         assert!(
             message(choose(&["top_k"], None, &["sink_window.sinks=3"])).contains("being measured (top_k)")

@@ -138,13 +138,7 @@ impl Attention {
         for text in &self.set {
             let (name, value) = setting(text, "window=256")?;
             let name = name.strip_prefix(method.id).and_then(|n| n.strip_prefix('.')).unwrap_or(name);
-            if !method.params.iter().any(|p| p.name == name) && !attlas::Near::names(name) {
-                return Err(attlas::Error::UnknownParam {
-                    name: format!("{name} of {id}"),
-                    accepted: method.params.iter().map(|p| p.name.to_string()).collect(),
-                }
-                .into());
-            }
+            method.check_option(name, value)?;
             options.set(name, value);
         }
         Ok(Some(Recipe::uniform(method.id, options)))

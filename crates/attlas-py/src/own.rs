@@ -19,7 +19,7 @@ pub(crate) fn own_seconds(
     calls: u32,
 ) -> PyResult<f64> {
     let method = registry::method(method).map_err(|e| errors::library(py, e))?;
-    let options = options(method, params)?;
+    let options = options(params)?;
     let p = from_sizes(sizes, causal, None);
     let timed = py.detach(|| {
         threads::run_here(threads, |ws: &mut Workspace| -> Result<f64> {

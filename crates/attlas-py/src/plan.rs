@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
 use std::sync::{Mutex, TryLockError};
 
-/// Reads the options of a method: a dictionary, or text such as `block=64,seed=1`.
-pub(crate) fn options(method: &Method, given: Option<&Bound<'_, PyAny>>) -> PyResult<Options> {
+/// Reads options: a dictionary, or text such as `block=64,seed=1`.
+pub(crate) fn options(given: Option<&Bound<'_, PyAny>>) -> PyResult<Options> {
     let mut options = Options::new();
     let Some(given) = given.filter(|g| !g.is_none()) else { return Ok(options) };
     if let Ok(text) = given.cast::<PyString>() {
@@ -30,13 +30,12 @@ pub(crate) fn options(method: &Method, given: Option<&Bound<'_, PyAny>>) -> PyRe
     }
     for (name, value) in given.cast::<PyDict>()? {
         let name: String = name.extract()?;
-        let kind = method.params.iter().find(|p| p.name == name).map_or("", |p| p.kind);
-        options.set(&name, self::value(given.py(), &name, kind, &value)?);
+        options.set(&name, self::value(given.py(), &name, &value)?);
     }
     Ok(options)
 }
 
-fn value(py: Python<'_>, name: &str, kind: &str, x: &Bound<'_, PyAny>) -> PyResult<Value> {
+fn value(py: Python<'_>, name: &str, x: &Bound<'_, PyAny>) -> PyResult<Value> {
     if x.is_none() {
         return Ok(Value::Text("auto".into()));
     }
@@ -54,8 +53,7 @@ fn value(py: Python<'_>, name: &str, kind: &str, x: &Bound<'_, PyAny>) -> PyResu
     }
     if let Ok(items) = x.extract::<Vec<usize>>() {
         let words: Vec<String> = items.iter().map(usize::to_string).collect();
-        let text = words.join(if kind == "sizes" { "x" } else { "+" });
-        return Ok(Value::from(if text.is_empty() { "none".to_string() } else { text }));
+        return Ok(Value::from(words.join("x")));
     }
     let found = x.repr()?.to_string();
     let expected = "a number, a word, true or false, None for auto, or a list of whole numbers";
@@ -208,7 +206,7 @@ pub(crate) fn attend<'py>(
     want_info: bool,
 ) -> PyResult<Option<Bound<'py, PyTuple>>> {
     let method = registry::method(method).map_err(|e| errors::library(py, e))?;
-    let options = self::options(method, options)?;
+    let options = self::options(options)?;
     let mut views = Views::new([q, k, v, out], lse, tokens_first)?;
     let problem = views.problem(causal, scale);
     refuse_lse(py, method, lse.is_some_and(|x| !x.is_none()))?;
@@ -245,7 +243,7 @@ pub(crate) fn supports(
     scale: Option<f64>,
 ) -> PyResult<Vec<String>> {
     let method = registry::method(method).map_err(|e| errors::library(py, e))?;
-    let options = self::options(method, options)?;
+    let options = self::options(options)?;
     let problem = from_sizes(sizes, causal, scale);
     problem.validate().map_err(|e| errors::library(py, e))?;
     Ok(py.detach(|| method.support(&problem, &options).reasons))
@@ -281,7 +279,7 @@ impl Plan {
         threads: usize,
     ) -> PyResult<Self> {
         let method = registry::method(method).map_err(|e| errors::library(py, e))?;
-        let options = self::options(method, options)?;
+        let options = self::options(options)?;
         let problem = from_sizes(sizes, causal, scale);
         let calibration = calibration.map(|c| &c.inner);
         let plan = py
@@ -523,7 +521,7 @@ pub(crate) fn calibrate(
     threads: usize,
 ) -> PyResult<Calibration> {
     let method = registry::method(method).map_err(|e| errors::library(py, e))?;
-    let options = self::options(method, options)?;
+    let options = self::options(options)?;
     let Some(learn) = method.calibrate else {
         let reason = format!("{} learns nothing from data: leave the calibration out", method.id);
         return Err(errors::unsupported(py, method.id, vec![reason]));

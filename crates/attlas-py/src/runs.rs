@@ -206,7 +206,7 @@ impl Recipe {
     #[staticmethod]
     fn uniform(py: Python<'_>, method: &str, params: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
         let method = registry::method(method).map_err(|e| errors::library(py, e))?;
-        Ok(Self::new(recipe::Recipe::uniform(method.id, options(method, params)?)))
+        Ok(Self::new(recipe::Recipe::uniform(method.id, options(params)?)))
     }
 
     fn to_toml(&self, py: Python<'_>) -> PyResult<String> {

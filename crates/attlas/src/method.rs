@@ -142,7 +142,11 @@ impl Method {
             },
             calibrate: match S::CALIBRATE {
                 Some(_) => Some(|problem, options, samples| match S::CALIBRATE {
-                    Some(learn) => learn(&S::from_options(options)?, problem, samples),
+                    // What is learnt does not depend on the near field.
+                    Some(learn) => {
+                        let (_, own) = Near::split(Near::NONE, options, S::SPECS)?;
+                        learn(&S::from_options(&own)?, problem, samples)
+                    }
                     None => unreachable!("matched above"),
                 }),
                 None => None,
@@ -238,6 +242,18 @@ impl Method {
                 support
             }
             Err(error) => Support::unless(true, error.to_string()),
+        }
+    }
+
+    /// Returns an error unless an option of that name exists, of the method itself or of its near field.
+    pub fn check_option(&self, name: &str, value: impl Into<crate::params::Value>) -> Result<()> {
+        let (_, own) = Near::split(Near::NONE, &Options::new().with(name, value), self.params)?;
+        match own.is_empty() || self.params.iter().any(|p| p.name == name) {
+            true => Ok(()),
+            false => Err(Error::UnknownParam {
+                name: format!("{name} of {}", self.id),
+                accepted: self.params.iter().map(|p| p.name.to_string()).collect(),
+            }),
         }
     }
 

@@ -6,8 +6,8 @@
 //! log-sum-exp (see `engine/near`). Every method that gives a log-sum-exp can have one; the default is none, which
 //! leaves a method as published.
 //!
-//! In options, command lines and recipes the fields are named `near.sinks`, `near.window`, …. A plain `sinks` given to a method
-//! without a parameter of that name means `near.sinks`.
+//! In options, command lines and recipes the fields are named `near.sinks`, `near.window`, …. A plain `sinks` or `window`
+//! given to a method without a parameter of that name means the field, too.
 
 use crate::method::{Claims, Law, Method};
 use crate::params::ParamSpec;
@@ -15,6 +15,15 @@ use crate::{Error, Options, Problem, Result};
 
 /// Prefix of a field's name in [`Options`].
 pub const PREFIX: &str = "near.";
+
+/// Fields that an option also sets by its plain name, if the method has no parameter of that name.
+const PLAIN: [&str; 2] = ["sinks", "window"];
+
+/// Returns the field that an option of a method with these parameters sets, if any; it need not exist.
+fn field<'n>(name: &'n str, params: &[ParamSpec]) -> Option<&'n str> {
+    let plain = PLAIN.contains(&name) && !params.iter().any(|p| p.name == name);
+    name.strip_prefix(PREFIX).or(plain.then_some(name))
+}
 
 crate::choices! {
     /// Representation of the far keys that a method leaves out.
@@ -76,25 +85,29 @@ impl Near {
         self.block.unwrap_or((n_k / 32).max(64))
     }
 
-    /// Returns true if `name` names a field in [`Options`].
-    pub fn names(name: &str) -> bool {
-        name.strip_prefix(PREFIX).is_some_and(|field| Near::SPECS.iter().any(|s| s.name == field))
-    }
-
-    /// Returns the options without those of the near field; these are the ones that a method reads.
-    pub fn strip(options: &Options) -> Options {
-        let others = options.iter().filter(|(name, _)| !name.starts_with(PREFIX));
-        others.fold(Options::new(), |rest, (name, value)| rest.with(name, value.clone()))
+    /// Returns true if `name` names a field in the [`Options`] of a method with these parameters.
+    pub fn names(name: &str, params: &[ParamSpec]) -> bool {
+        field(name, params).is_some_and(|field| Near::SPECS.iter().any(|s| s.name == field))
     }
 
     /// Splits options into the near field that they describe, or `base` if they name none of its fields, and the
-    /// others. An option `sinks` that `params` does not have counts as `near.sinks`.
+    /// others. Options `sinks` and `window` that `params` does not have count as `near.sinks` and `near.window`; both
+    /// spellings with different values are an error.
     pub fn split(base: Near, options: &Options, params: &[ParamSpec]) -> Result<(Near, Options)> {
         let (mut fields, mut rest) = (Options::new(), Options::new());
         for (name, value) in options.iter() {
-            let alias = name == "sinks" && !params.iter().any(|p| p.name == name);
-            match name.strip_prefix(PREFIX).or(alias.then_some(name)) {
-                Some(field) => fields.set(field, value.clone()),
+            match field(name, params) {
+                Some(field) => match fields.get(field).filter(|other| other.to_string() != value.to_string())
+                {
+                    Some(other) => {
+                        let expected = format!("{other} as in {PREFIX}{field}, another name of it");
+                        return Err(Error::param(name, value, expected));
+                    }
+                    None => fields.set(field, value.clone()),
+                },
+                None if name == "always" && !params.iter().any(|p| p.name == name) => {
+                    return Err(Error::param(name, value, "near.sinks or near.heavy in its place"));
+                }
                 None => rest.set(name, value.clone()),
             }
         }
@@ -191,12 +204,28 @@ mod tests {
     }
 
     #[test]
-    fn plain_sinks_are_the_near_fields_where_a_method_has_none() {
-        let options = Options::new().with("sinks", 3);
+    fn plain_sinks_and_window_are_the_near_fields_where_a_method_has_none() {
+        let options = Options::new().with("sinks", 3).with("window", 7);
         let p = Problem::new(1, 50, 4).causal();
-        assert_eq!(registry::method("top_k").unwrap().plan(&p, &options).unwrap().problem().near.sinks, 3);
-        let own = registry::method("sink_window").unwrap().plan(&p, &options).unwrap();
-        assert!(own.problem().near.is_none());
+        let near = |id: &str, options: &Options| -> Result<_> {
+            let plan = registry::method(id).unwrap().plan(&p, options)?;
+            Ok((plan.problem().near.sinks, plan.problem().near.window))
+        };
+        assert_eq!(near("hyper", &options).unwrap(), (3, 7));
+        assert_eq!(near("reformer", &options).unwrap(), (3, 0), "it has a window of its own");
+        assert_eq!(near("sink_window", &options).unwrap(), (0, 0));
+        let params = registry::method("hyper").unwrap().params;
+        assert!(
+            Near::names("window", params) && Near::split(Near::NONE, &options, params).unwrap().1.is_empty()
+        );
+        assert_eq!(near("hyper", &options.clone().with("near.window", "7")).unwrap(), (3, 7));
+        let both = near("hyper", &options.with("near.window", 8)).unwrap_err().to_string();
+        assert!(both.contains("window = 7") && both.contains("8 as in near.window"), "{both}");
+        let gone = near("hyper", &Options::new().with("always", "0-3+17")).unwrap_err().to_string();
+        assert_eq!(
+            gone,
+            "parameter always = 0-3+17 is not accepted; expected near.sinks or near.heavy in its place"
+        );
     }
 
     #[test]

@@ -138,7 +138,7 @@ pub struct ParamSpec {
     pub name: &'static str,
     /// Its documentation.
     pub doc: &'static str,
-    /// "integer", "number", "boolean", "choice", "sizes" or "list".
+    /// "integer", "number", "boolean", "choice" or "sizes".
     pub kind: &'static str,
     /// Its default.
     pub default: fn() -> Value,
@@ -176,7 +176,7 @@ pub trait ParamSet: Clone + std::fmt::Debug + Default + PartialEq + Send + Sync 
 pub trait ParamValue: Sized + Clone {
     /// Type of its range.
     type Bound: PartialOrd + Display + Copy;
-    /// "integer", "number", "boolean", "choice", "sizes" or "list".
+    /// "integer", "number", "boolean", "choice" or "sizes".
     const KIND: &'static str;
     /// Reads an untyped value; `None` if it is not of this type.
     fn from_value(value: &Value) -> Option<Self>;
@@ -289,70 +289,6 @@ impl ParamValue for Sizes {
     }
     fn accepted(range: Option<&RangeInclusive<usize>>) -> String {
         format!("sizes such as 16x32, each {}", usize::accepted(range))
-    }
-}
-
-/// Maximum number of indices in a list.
-const MAX_INDICES: usize = 1 << 16;
-
-/// A list of indices, ascending and distinct: numbers and ranges with both ends, joined by `+`, such as `0-3+17`;
-/// `none` for an empty list. At most 65536 of them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Indices(Vec<usize>);
-
-impl Indices {
-    /// Makes an empty list.
-    pub fn none() -> Self {
-        Self::default()
-    }
-
-    /// Iterates over the indices in ascending order.
-    pub fn iter(&self) -> impl Iterator<Item = usize> + '_ {
-        self.0.iter().copied()
-    }
-
-    /// Returns true if the list is empty.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-}
-
-impl ParamValue for Indices {
-    type Bound = usize;
-    const KIND: &'static str = "list";
-    fn from_value(value: &Value) -> Option<Self> {
-        let text = value.to_string();
-        if text == "none" {
-            return Some(Self::none());
-        }
-        let mut list = Vec::new();
-        for part in text.split('+') {
-            let (first, last) = part.split_once('-').unwrap_or((part, part));
-            let (first, last): (usize, usize) = (first.parse().ok()?, last.parse().ok()?);
-            if first > last || last - first >= MAX_INDICES - list.len().min(MAX_INDICES) {
-                return None;
-            }
-            list.extend(first..=last);
-        }
-        list.sort_unstable();
-        list.dedup();
-        Some(Self(list))
-    }
-    fn to_value(&self) -> Value {
-        let runs = self.0.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
-            [one] => one.to_string(),
-            [first, .., last] => format!("{first}-{last}"),
-            [] => String::new(),
-        });
-        let text = runs.collect::<Vec<String>>().join("+");
-        if text.is_empty() { Value::Text("none".into()) } else { Value::from(text) }
-    }
-    fn within(&self, range: &RangeInclusive<usize>) -> bool {
-        self.0.iter().all(|i| range.contains(i))
-    }
-    fn accepted(range: Option<&RangeInclusive<usize>>) -> String {
-        let most = range.map_or(String::new(), |r| format!(" up to {}", r.end()));
-        format!("none, or numbers and ranges{most} joined by +, such as 0-3+17, at most {MAX_INDICES} in all")
     }
 }
 
@@ -628,22 +564,6 @@ mod tests {
         assert_eq!(Sizes(vec![3, 4]).to_value(), Value::Text("3x4".into()));
         assert_eq!((Sizes(vec![3, 4]).product(), Sizes(vec![usize::MAX, 2]).product()), (Some(12), None));
         assert!(Sizes(vec![1, 2]).within(&(1..=2)) && !Sizes(vec![0, 2]).within(&(1..=2)));
-    }
-
-    #[test]
-    fn lists_are_read_and_written_as_ranges() {
-        let read = |text: &str| Indices::from_value(&Value::from(text));
-        let list = |text: &str| read(text).unwrap().iter().collect::<Vec<usize>>();
-        assert_eq!(list("7"), [7]);
-        assert_eq!(list("9+0-3+2"), [0, 1, 2, 3, 9]);
-        assert!(list("none").is_empty() && Indices::none().is_empty());
-        for text in ["none", "5", "0-3+17", "1-2"] {
-            assert_eq!(read(text).unwrap().to_value().to_string(), text);
-        }
-        for bad in ["", "-3", "3-1", "a", "1+", "0-99999999", "18446744073709551615-1", "0.5"] {
-            assert_eq!(read(bad), None, "{bad}");
-        }
-        assert!(!read("3+9").unwrap().within(&(0..=8)) && read("3+8").unwrap().within(&(0..=8)));
     }
 
     #[test]

@@ -6,14 +6,13 @@
 use crate::methods::exact::{Exact, empty_rows};
 use crate::plan::{Core, Io, Request};
 use crate::prims::attend::{Area, Attend, Rule};
-use crate::prims::contiguous;
 use crate::prims::hash::Hash;
 use crate::prims::lists::{Assign, CausalPart, ListOptions, Lists};
-use crate::prims::rows::{Copy, Joined, Places, Rows};
+use crate::prims::rows::{Joined, Rows};
 use crate::programs::Write;
 use crate::workspace::padded;
-use crate::{DeviceBuffer, DeviceRef, DeviceWorkspace, Element, Form, Result};
-use attlas::engine::{FirstKeys, Rectangle, UniformSamples};
+use crate::{DeviceRef, DeviceWorkspace, Form, Result};
+use attlas::engine::{Rectangle, UniformSamples};
 use attlas::group::GroupIndex;
 use attlas::methods::clustering::hyper::{METHOD, Params, Sampling, Variant};
 use attlas::{Mask, Problem, RunInfo, Status, Support};
@@ -44,9 +43,7 @@ pub(crate) static FORM: Form = Form {
 
 /// Returns true if the whole problem is computed exactly.
 fn covers(params: &Params, p: &Problem) -> bool {
-    let sinks = FirstKeys::new(params.sinks, &params.always, p.n_k).map_or(params.sinks, |f| f.count());
-    let most = params.block.max(params.samples);
-    p.n_k <= most.max(params.sinks) || p.n_q.max(p.n_k) <= params.n_min || p.n_k <= sinks
+    p.n_k <= params.block.max(params.samples) || p.n_q.max(p.n_k) <= params.n_min
 }
 
 /// One step of the work, on parts that share no row.
@@ -60,9 +57,6 @@ enum Step {
 #[derive(Debug)]
 struct Hyper {
     problem: Problem,
-    element: Element,
-    /// The order of all keys, if named keys come first.
-    order: Option<(DeviceBuffer, Copy)>,
     hash: Option<Hash>,
     steps: Vec<Step>,
     /// Buffer in which parts are merged; without it a single step writes the output.
@@ -72,7 +66,7 @@ struct Hyper {
     info: RunInfo,
 }
 
-/// Rows and keys of a part, counted from the first row and the first key after the sinks.
+/// Rows and keys of a part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Piece {
     rows: Range<usize>,
@@ -115,31 +109,23 @@ fn halves(n_q: usize, n_k: usize, n_min: usize) -> (Vec<Piece>, Vec<Vec<Piece>>)
 impl Hyper {
     fn new(r: &Request<'_>, params: Params) -> Result<Self> {
         let p = r.problem;
-        let first = FirstKeys::new(params.sinks, &params.always, p.n_k);
-        let order = match &first {
-            Some(_) => order_of(r, &params)?,
-            None => None,
-        };
-        let sinks = first.map_or(params.sinks, |f| f.count()).min(p.n_k);
-        let n_k = p.n_k - sinks;
         let is_exact = |piece: &Piece| {
             let keys = piece.keys.len();
             keys <= params.block || keys <= params.samples || piece.rows.len() < params.n_min
         };
         let (base, levels) = match p.mask {
-            Mask::Causal => halves(p.n_q, n_k, params.n_min),
-            Mask::None => (Vec::new(), vec![vec![Piece { rows: 0..p.n_q, keys: 0..n_k }]]),
+            Mask::Causal => halves(p.n_q, p.n_k, params.n_min),
+            Mask::None => (Vec::new(), vec![vec![Piece { rows: 0..p.n_q, keys: 0..p.n_k }]]),
         };
         let assign = if p.mask == Mask::Causal { Assign::Alone } else { Assign::Balanced };
-        let alone = p.mask == Mask::None && sinks == 0 && !is_exact(&levels[0][0]);
-        let shifted = |keys: &Range<usize>| keys.start + sinks..keys.end + sinks;
+        let alone = p.mask == Mask::None && !is_exact(&levels[0][0]);
         let exact = |pieces: &[Piece], causal: bool, write: Write, pairs: &mut u64| -> Result<Step> {
             let area = |piece: &Piece| {
                 let (n, m) = (piece.rows.len() as u64, piece.keys.len() as u64);
                 *pairs += if causal { n * (n + 1) / 2 } else { n * m };
                 Area {
                     rows: piece.rows.clone(),
-                    keys: shifted(&piece.keys),
+                    keys: piece.keys.clone(),
                     offset: p.n_k as isize - p.n_q as isize,
                 }
             };
@@ -150,7 +136,7 @@ impl Hyper {
         let mut pairs = 0;
         let mut steps = Vec::new();
         // Squares at the bottom contain every row with a key: if all rows have one, none needs clearing.
-        let covered = !base.is_empty() && p.n_q <= n_k;
+        let covered = !base.is_empty() && p.n_q <= p.n_k;
         if !base.is_empty() {
             let write = if covered { Write::First } else { Write::Join };
             steps.push(exact(&base, true, write, &mut pairs)?);
@@ -162,8 +148,7 @@ impl Hyper {
                 steps.push(exact(&small, false, Write::Join, &mut pairs)?);
             }
             if !large.is_empty() {
-                let parts: Vec<CausalPart> =
-                    large.iter().map(|x| part(r, &params, x, shifted(&x.keys))).collect();
+                let parts: Vec<CausalPart> = large.iter().map(|x| part(r, &params, x)).collect();
                 let options = ListOptions {
                     block: params.block,
                     samples: params.samples,
@@ -177,14 +162,6 @@ impl Hyper {
                 steps.push(Step::Lists(lists));
             }
         }
-        if sinks > 0 {
-            let causal = p.mask == Mask::Causal;
-            let offset = p.n_k as isize - p.n_q as isize;
-            let areas = Some(vec![Area { rows: 0..p.n_q, keys: 0..sinks, offset }]);
-            let rule = Rule { causal, write: Write::Join, areas, ..Rule::default() };
-            steps.push(Step::Exact(Attend::new(r.device, p, r.element, rule)?));
-            pairs += (p.n_q * sinks) as u64;
-        }
         let hash = if steps.iter().any(|s| matches!(s, Step::Lists(_))) {
             let keys: Vec<StreamKey> =
                 groups(r).map(|g| g.stream_key(params.seed).named("directions")).collect();
@@ -195,8 +172,6 @@ impl Hyper {
         let heads = (p.batch * p.n_heads) as u64;
         Ok(Self {
             problem: *p,
-            element: r.element,
-            order,
             hash,
             steps,
             joined: if alone { None } else { Some(Joined::new(r.device, p, r.element)?) },
@@ -239,7 +214,7 @@ pub(crate) fn groups(r: &Request<'_>) -> impl Iterator<Item = GroupIndex> + use<
 }
 
 /// Makes a part with the samples that the host would draw.
-fn part(r: &Request<'_>, params: &Params, piece: &Piece, keys: Range<usize>) -> CausalPart {
+fn part(r: &Request<'_>, params: &Params, piece: &Piece) -> CausalPart {
     let rectangle = Rectangle { rows: piece.rows.clone(), keys: piece.keys.clone() };
     let replacement = params.sampling == Sampling::WithReplacement;
     let samples = groups(r)
@@ -249,52 +224,24 @@ fn part(r: &Request<'_>, params: &Params, piece: &Piece, keys: Range<usize>) -> 
             drawn.ranks().iter().map(|&x| x as u32).collect::<Vec<u32>>()
         })
         .collect();
-    CausalPart { rows: piece.rows.clone(), keys, samples }
-}
-
-/// Returns the order of keys with named ones first, if it differs from the original order.
-fn order_of(r: &Request<'_>, params: &Params) -> Result<Option<(DeviceBuffer, Copy)>> {
-    let n_k = r.problem.n_k;
-    let mut named = vec![false; n_k];
-    named.iter_mut().take(params.sinks).for_each(|x| *x = true);
-    params.always.iter().filter(|&j| j < n_k).for_each(|j| named[j] = true);
-    let order: Vec<u32> =
-        (0..n_k).filter(|&j| named[j]).chain((0..n_k).filter(|&j| !named[j])).map(|j| j as u32).collect();
-    if order.iter().enumerate().all(|(i, &j)| i == j as usize) {
-        return Ok(None);
-    }
-    Ok(Some((DeviceBuffer::from_ints(r.device, &order)?, Copy::new(r.device, r.element)?)))
+    CausalPart { rows: piece.rows.clone(), keys: piece.keys.clone(), samples }
 }
 
 impl Core for Hyper {
     fn workspace_bytes(&self) -> usize {
         let p = &self.problem;
         let ranks = padded(p.batch * p.n_heads * p.n_q * 4) + padded(p.batch * p.n_kv_heads * p.n_k * 4);
-        let keys = p.batch * p.n_kv_heads * p.n_k * self.element.bytes();
-        let moved = if self.order.is_some() { padded(keys * p.d) + padded(keys * p.d_v) } else { 0 };
         let step = |s: &Step| match s {
             Step::Exact(_) => 0,
             Step::Lists(lists) => lists.workspace_bytes(),
         };
         ranks
-            + moved
             + self.joined.as_ref().map_or(0, Joined::workspace_bytes)
             + self.steps.iter().map(step).max().unwrap_or(0)
     }
 
     fn run(&self, io: &Io<'_>, ws: &mut DeviceWorkspace) -> Result<RunInfo> {
-        let p = &self.problem;
-        let (mut k, mut v) = (io.k, io.v);
-        if let Some((order, copy)) = &self.order {
-            for x in [&mut k, &mut v] {
-                let columns = x.dims()[3];
-                let bytes = p.batch * p.n_kv_heads * p.n_k * columns * self.element.bytes();
-                let to = contiguous(ws.take(bytes)?, p.n_kv_heads, p.n_k, columns);
-                copy.run(x, to, order.address(), Places::default(), ws)?;
-                *x = x.moved(to);
-            }
-        }
-        let operands = [&io.q, &k, &v];
+        let operands = [&io.q, &io.k, &io.v];
         match &self.joined {
             Some(joined) => {
                 let rows = joined.start(io.lse, !self.covered, ws)?;

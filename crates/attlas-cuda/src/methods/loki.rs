@@ -46,8 +46,6 @@ impl Loki {
         let choice = Choice {
             keys: params.keys,
             fraction: params.fraction,
-            window: params.window,
-            sinks: params.sinks,
             min_len: params.min_len,
             together: params.group_select == GroupSelect::GroupMax,
         };

@@ -17,8 +17,7 @@ pub(crate) static FORM: Form = Form {
         if keys >= r.problem.n_k {
             return Ok(Box::new(Exact::new(r, Status::Exact)?));
         }
-        let choice =
-            Choice { keys: Some(keys), fraction: 0.0, window: 0, sinks: 0, min_len: 0, together: false };
+        let choice = Choice { keys: Some(keys), fraction: 0.0, min_len: 0, together: false };
         let ranked = Ranked::new(r.device, r.problem, r.element, r.problem.d, choice)?;
         Ok(Box::new(TopK { ranked, problem: *r.problem, keys }))
     },

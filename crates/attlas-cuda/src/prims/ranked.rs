@@ -12,9 +12,6 @@ pub(crate) struct Choice {
     /// Keys kept by their scores; none for a share of the visible ones.
     pub(crate) keys: Option<usize>,
     pub(crate) fraction: f64,
-    /// The last and the first keys, which are always kept.
-    pub(crate) window: usize,
-    pub(crate) sinks: usize,
     /// Rows with fewer visible keys keep all.
     pub(crate) min_len: usize,
     /// True if the heads of a group choose together, by the largest of their scores.
@@ -29,7 +26,7 @@ impl Choice {
 
     /// Returns true if a row with `n` visible keys keeps all.
     pub(crate) fn keeps_all(&self, n: usize) -> bool {
-        n < self.min_len || self.budget(n) >= n || self.window.saturating_add(self.sinks) >= n
+        n < self.min_len || self.budget(n) >= n
     }
 }
 
@@ -81,8 +78,7 @@ impl Ranked {
         let p = &self.problem;
         let row = (p.batch * p.n_heads * n_k * self.element.sum().bytes()).max(1);
         let rows = (SCORES / row).clamp(1, (65535 * PAIRS / p.group_size()).max(1)).min(n_q.max(1));
-        let Choice { window, sinks, .. } = self.choice;
-        (rows, self.choice.budget(n_k).saturating_add(window).saturating_add(sinks).min(n_k))
+        (rows, self.choice.budget(n_k))
     }
 
     pub(crate) fn workspace_bytes(&self, n_q: usize, n_k: usize) -> usize {
@@ -140,8 +136,6 @@ impl Ranked {
                 int(room),
                 Arg::Double(how.fraction),
                 int(how.keys.unwrap_or(0)),
-                int(how.window),
-                int(how.sinks),
                 int(how.min_len),
                 Arg::Int(i32::from(how.together)),
             ];
@@ -207,10 +201,10 @@ mod tests {
 
     #[test]
     fn rows_that_see_few_keys_keep_all() {
-        let choice = Choice { keys: None, fraction: 0.25, window: 3, sinks: 2, min_len: 4, together: false };
+        let choice = Choice { keys: None, fraction: 0.25, min_len: 4, together: false };
         assert_eq!(
             [0, 1, 3, 4, 5, 6, 8].map(|n| choice.keeps_all(n)),
-            [true, true, true, true, true, false, false]
+            [true, true, true, false, false, false, false]
         );
         assert_eq!([1, 4, 5, 8, 9].map(|n| choice.budget(n)), [1, 1, 2, 2, 3]);
         let few = Choice { keys: Some(9), ..choice };

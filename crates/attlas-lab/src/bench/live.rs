@@ -104,7 +104,6 @@ impl<'a> Live<'a> {
                 let rows = p.n_k.div_ceil(4);
                 let queries = p.n_q.min(rows);
                 let part = Qkv::new(x.q.rows(0..queries), x.k.rows(0..rows), x.v.rows(0..rows));
-                let options = attlas::Near::strip(&options);
                 Some(learn(&p.with_lens(queries, rows), &options, &[Inputs::from(part)])?)
             }
             _ => None,

@@ -106,7 +106,7 @@ pub fn curves(
     }
     let mut kinds: Vec<(&Chosen, bool)> = Vec::new();
     for chosen in selection {
-        let named = chosen.options.iter().any(|(name, _)| Near::names(name));
+        let named = chosen.options.iter().any(|(name, _)| Near::names(name, chosen.method.params));
         kinds.push((chosen, false));
         if !budget::has_near_field(chosen.method) && !named && chosen.method.claims.lse {
             kinds.push((chosen, true));

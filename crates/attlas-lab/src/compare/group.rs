@@ -190,7 +190,7 @@ impl<'a> Group<'a> {
         let x = Qkv::new(self.x.q.rows(0..n_q), self.x.k.rows(0..n_k), self.x.v.rows(0..n_k));
         let problem = self.problem.with_lens(n_q, n_k);
         let options = chosen.options_for(self.seed);
-        let (learnt, seconds) = timed(|| learn(&problem, &attlas::Near::strip(&options), &[Inputs::from(x)]));
+        let (learnt, seconds) = timed(|| learn(&problem, &options, &[Inputs::from(x)]));
         Ok((Some(learnt.map_err(|e| name_method(chosen, e))?), Some(seconds)))
     }
 

@@ -61,8 +61,8 @@ fn of(chosen: &Chosen, settings: &Settings, seed: u64, problem: &Problem, phase:
     let method = chosen.method;
     let mut bases = vec![below_the_switch(chosen, seed, problem.n_k)];
     // A method with its own sinks has a near field; others get one, and a thorough search also tries them as published.
-    let own =
-        crate::budget::has_near_field(method) || chosen.options.iter().any(|(name, _)| Near::names(name));
+    let own = crate::budget::has_near_field(method)
+        || chosen.options.iter().any(|(name, _)| Near::names(name, method.params));
     if !own && method.claims.lse {
         let near = NEAR.iter().fold(bases[0].clone(), |o, (name, value)| o.with(name, *value));
         if settings.effort == Effort::Thorough {

@@ -1,6 +1,6 @@
 //! Decoding with old keys sorted by a hash: the block of keys around the query's own rank, and samples of the others.
 //!
-//! A token sees exactly the sinks, the last tokens, and the `block` old keys around the place of its hash's Gray rank
+//! A token sees exactly the last tokens, and the `block` old keys around the place of its hash's Gray rank
 //! among theirs; `samples` uniform draws represent the old keys outside that block,
 //! $$\hat Z = \sum_{j \in \text{near}} e^{s_j} + \omega \sum_{j \in T \setminus c} e^{s_j},$$
 //! with $\omega$ as in prompts. Among keys of the query's own rank, the latest are taken. All keys are kept, since
@@ -27,8 +27,6 @@ pub struct HashedRule {
     pub replacement: bool,
     /// Last tokens that are seen exactly; the token itself always is.
     pub recent: usize,
-    /// First tokens that are seen exactly.
-    pub sinks: usize,
     /// Random stream of the samples.
     pub key: StreamKey,
 }
@@ -40,7 +38,7 @@ pub struct HashedStream<T> {
     hash: Option<SignHash<T>>,
     cached: CachedRows<T>,
     index: GroupIndex,
-    /// Ranks and places of the keys from the sinks to `edge`, in increasing order.
+    /// Ranks and places of the keys before `edge`, in increasing order.
     sorted: Vec<(u32, u32)>,
     edge: usize,
 }
@@ -57,8 +55,7 @@ impl<T: Real> HashedStream<T> {
         index: GroupIndex,
     ) -> Self {
         let hash = hash.map(SignHash::cast::<T>);
-        let edge = rule.sinks;
-        Self { rule, hash, cached: CachedRows::new(d, d_v), index, sorted: Vec::new(), edge }
+        Self { rule, hash, cached: CachedRows::new(d, d_v), index, sorted: Vec::new(), edge: 0 }
     }
 
     fn ranks(&self, rows: MatRef<'_, T>) -> Vec<u32> {
@@ -120,11 +117,10 @@ impl<T: Real> GroupStream<T> for HashedStream<T> {
         lse: &mut [T],
         cx: Context<'_>,
     ) -> Result<RunInfo> {
-        let HashedRule { block, samples, replacement, recent, sinks, key } = self.rule;
+        let HashedRule { block, samples, replacement, recent, key } = self.rule;
         let (n, (d, d_v), heads) = (self.cached.tokens(), self.cached.widths(), q.rows());
         let edge = n.saturating_sub(recent.max(1));
-        let old = edge.saturating_sub(sinks);
-        let covered = old <= block.max(samples);
+        let covered = edge <= block.max(samples);
         if !covered {
             self.sort_to(edge);
         }
@@ -135,20 +131,20 @@ impl<T: Real> GroupStream<T> for HashedStream<T> {
         // The last tokens, for all heads together.
         let near = (k.sub_rows(edge..n), v.sub_rows(edge..n));
         let mut info = exact_group(&mut Group::decode(q, near.0, near.1, scale, out, lse, self.index, cx)?)?;
-        let drawn = UniformSamples::new(old, samples, replacement, key.named("decode").with(n as u64));
+        let drawn = UniformSamples::new(edge, samples, replacement, key.named("decode").with(n as u64));
         let ranks = self.ranks(q);
-        let most = sinks + block + samples;
+        let most = block + samples;
         let mut keys = cx.scratch.take::<T>(most * d);
         let mut values = cx.scratch.take::<T>(most * d_v);
         let mut bias = cx.scratch.take::<T>(most);
         let (mut far, mut far_lse) = (cx.scratch.take::<T>(d_v), [T::ZERO]);
         for h in 0..heads {
             let around = self.around(ranks[h]);
-            let (others, weight) = drawn.beside(old, around.clone());
+            let (others, weight) = drawn.beside(edge, around.clone());
             let places = self.sorted[around].iter().map(|p| p.1 as usize);
             let sampled = others.iter().map(|&r| self.sorted[r].1 as usize);
-            let count = sinks + block.min(old);
-            let all: Vec<usize> = (0..sinks).chain(places).chain(sampled).collect();
+            let count = block.min(edge);
+            let all: Vec<usize> = places.chain(sampled).collect();
             let (keys, values) = (&mut keys[..all.len() * d], &mut values[..all.len() * d_v]);
             k.gather_into(all.iter().copied(), keys);
             v.gather_into(all.iter().copied(), values);
@@ -186,7 +182,7 @@ mod tests {
 
     fn rule(seed: u64) -> HashedRule {
         let key = StreamKey::new(5).with(seed);
-        HashedRule { block: 12, samples: 20, replacement: false, recent: 9, sinks: 3, key }
+        HashedRule { block: 12, samples: 20, replacement: false, recent: 9, key }
     }
 
     fn case(n: usize) -> Case {

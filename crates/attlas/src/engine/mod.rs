@@ -13,7 +13,6 @@
 //! | [`landmarks`], [`pool`] | attention through averaged queries and keys | `nystromformer`, `csalr`, `linformer` |
 //! | [`gaussian`] | the Gaussian kernel as an operator | `skyformer`, `lifted_nystrom` |
 //! | [`near`] | exact near field around any method, merged by log-sum-exp | every method with a log-sum-exp |
-//! | `sinks`, `always_seen` | keys that every query sees exactly | clustering methods |
 //! | `columns`, `subset`, `tile` | sampled columns, chosen keys, masked tiles | sampling and top-k methods |
 //! | `chosen_blocks`, `token_blocks`, `far_field`, `sampled_error` | rows of all heads that share a choice of keys, means of the other keys, the error on sampled rows | `sampled_columns`, `block_sparse`, `multipole` |
 //! | `key_pages` | decoding over the best pages of keys, means of the others | `quest`, `block_sparse` |
@@ -23,7 +22,6 @@
 //! | `turn` | rows moved along rotary positions | `multipole`, `sink_window` |
 //! | `fallback`, [`moments`], `lanes` | rows without keys, running means and covariances, sums in f64 | several |
 
-mod always_seen;
 mod block_mask;
 mod cached_rows;
 mod causal;
@@ -47,14 +45,12 @@ mod per_group;
 pub mod poly_state;
 pub mod pool;
 mod sampled_error;
-mod sinks;
 mod sorted_blocks;
 mod subset;
 mod tile;
 mod token_blocks;
 mod turn;
 
-pub use always_seen::{ALWAYS_LEAKS, FirstKeys, always_leaks};
 pub use block_mask::{BlockMask, BlockRow, Buckets, Join, attend_buckets};
 pub use cached_rows::CachedRows;
 pub use causal::{CausalPart, Rectangle, causal_pairs, causal_parts, causal_rectangles, causalize};
@@ -73,7 +69,6 @@ pub use key_pages::{KeyPages, PageRule, PageScore};
 pub use lanes::lane_sum;
 pub use per_group::PerGroup;
 pub use sampled_error::add_sampled_error;
-pub use sinks::with_sinks;
 pub use sorted_blocks::{
     Assign, Piece, Ranks, Row, RowSlot, SortHashes, SortedBlocks, SortedRule, UniformSamples, attend_blocks,
     draw_sort_hashes, join_blocks, places,

@@ -42,8 +42,7 @@ fn measure(
             let plan = match (method.calibrate, learnt) {
                 (Some(calibrate), Some(learnt)) => {
                     let from = &learnt.layers[i];
-                    let own = attlas::Near::strip(&options);
-                    let found = calibrate(&from.group_problem(MASK), &own, &[from.group(g)?.into()])?;
+                    let found = calibrate(&from.group_problem(MASK), &options, &[from.group(g)?.into()])?;
                     method.plan_with(&problem, &options, Some(&found))?
                 }
                 _ => method.plan(&problem, &options)?,

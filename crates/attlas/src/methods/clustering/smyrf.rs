@@ -32,14 +32,10 @@
 //! round finds few of the heavy keys when norms are large; no decoding, since one query has no rank.
 
 use crate::engine::{
-    ALWAYS_LEAKS, BlockMask, BlockRow, Buckets, CodeIndex, FirstKeys, Join, PerGroup, always_leaks,
-    attend_buckets, exact_group, exact_rows,
+    BlockMask, BlockRow, Buckets, CodeIndex, Join, PerGroup, attend_buckets, exact_group, exact_rows,
 };
 use crate::group::{Group, GroupPlan};
-use crate::method::{
-    Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Support, Tunable,
-};
-use crate::params::Indices;
+use crate::method::{Accepted, Budget, Claims, Cost, Family, Law, Method, RunInfo, Spec, Status, Tunable};
 use crate::workspace::Context;
 use crate::{DType, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::{Balanced, SortKey, order_by};
@@ -61,7 +57,6 @@ pub static METHOD: Method = Method {
         exponent: 1.0,
         except: &[
             (Law::QueriesAlone, "a query is paired with keys by its rank among the queries"),
-            (Law::KeyOrder, "sinks are the first keys; without them the order does not matter (tested here)"),
             (Law::HeadsAlone, "the lift is taken over the queries of all heads of a group"),
         ],
         spread: Spread::RING,
@@ -69,8 +64,7 @@ pub static METHOD: Method = Method {
     },
     probes: &[
         &[("rounds", "3"), ("block", "9"), ("min_len", "16")],
-        &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("min_len", "24"), ("sinks", "3")],
-        &[("rounds", "2"), ("block", "8"), ("min_len", "16"), ("sinks", "1"), ("always", "40+70-71")],
+        &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("min_len", "24")],
     ],
     subsets: &[&[("rounds", "2"), ("block", "6"), ("min_len", "9")]],
     exact_below: Some("min_len"),
@@ -97,11 +91,6 @@ crate::params! {
         block: usize = 64, in 1..=1 << 30;
         /// Weight of a key found in several rounds.
         merge: Merge = Merge::Union;
-        /// Keys at the start that every query sees exactly, outside the runs.
-        sinks: usize = 0, in 0..=1 << 30;
-        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
-        /// ignored. With a causal mask, these and the sinks must be the first keys.
-        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Causal problems: sequences of at most this length are not halved but attended exactly.
         min_len: usize = 1024, in 1..=1 << 30;
         /// Seed of the random lines.
@@ -111,10 +100,6 @@ crate::params! {
 
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
-
-    fn supports(&self, p: &Problem) -> Support {
-        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
-    }
 
     fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
         Smyrf::new(x.problem, self)
@@ -141,23 +126,13 @@ impl Smyrf {
     fn runs(&self, keys: usize) -> usize {
         keys.div_ceil(self.params.block)
     }
-
-    /// Returns the plan with the first keys as sinks.
-    fn with_first(&self, first: &FirstKeys) -> Self {
-        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params, ..self.clone() }
-    }
 }
 
 impl GroupPlan for Smyrf {
     fn cost(&self, p: &Problem) -> Cost {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).cost(p);
-        }
-        let Params { rounds, block, sinks, min_len, .. } = self.params;
+        let Params { rounds, block, min_len, .. } = self.params;
         let (heads, groups) = ((p.batch * p.n_heads) as u64, (p.batch * p.n_kv_heads) as u64);
-        let pool = p.n_k.saturating_sub(sinks);
-        let seen = (rounds * block.min(pool) + sinks).min(p.n_k * rounds) as u64;
+        let seen = (rounds * block.min(p.n_k)) as u64;
         let levels = match p.mask {
             Mask::None => 1,
             Mask::Causal => u64::from((p.n_k.max(1) / min_len).max(1).ilog2()) + 1,
@@ -167,7 +142,7 @@ impl GroupPlan for Smyrf {
             Mask::Causal => heads * (p.n_q * min_len.min(p.n_k) / 2) as u64,
         };
         let lines = (rounds * p.d) as u64;
-        let setup = 2 * lines * (heads * p.n_q as u64 + groups * pool as u64) * levels;
+        let setup = 2 * lines * (heads * p.n_q as u64 + groups * p.n_k as u64) * levels;
         let pairs = heads * p.n_q as u64 * seen * levels + exact;
         Cost {
             setup_flops: setup,
@@ -177,41 +152,31 @@ impl GroupPlan for Smyrf {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
-        let sinks = self.params.sinks.min(g.n_k());
-        let pool = g.n_k() - sinks;
-        let one_run = self.runs(pool) <= 1;
-        let short = g.mask == Mask::Causal && pool <= self.params.min_len;
+        let one_run = self.runs(g.n_k()) <= 1;
+        let short = g.mask == Mask::Causal && g.n_k() <= self.params.min_len;
         if one_run || short || g.n_q() == 0 {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
         }
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
-            return first.run(&mut g, |g| self.with_first(&first).run(g));
-        }
         let lines = self.lines.of(g.index).cast::<T>();
-        let mut visited = exact_part(&mut g, 0..0, 0..sinks);
+        g.out.fill(T::ZERO);
+        g.lse.fill(T::NEG_INFINITY);
+        let mut visited = 0;
         let heads: Vec<MatRef<'_, T>> = (0..g.q.heads()).map(|h| g.q.head(h)).collect();
         let n_q = g.n_q();
         match g.mask {
             Mask::None => {
-                let keys = KeySide::new(self, &lines, g.k, g.v, sinks..g.n_k(), &heads, g.cx);
+                let keys = KeySide::new(self, &lines, g.k, g.v, 0..g.n_k(), &heads, g.cx);
                 visited += self.attend_all(&mut g, &keys, &heads, None, 0..n_q);
             }
             Mask::Causal => {
                 // Query i is at position i + shift; positions before `first` have keys but no queries.
                 let shift = g.n_k() as isize - n_q as isize;
-                let first = sinks.max(shift.max(0) as usize);
+                let first = shift.max(0) as usize;
                 let row = |position: usize| (position as isize - shift) as usize;
-                if first > sinks {
-                    let keys = KeySide::new(
-                        self,
-                        &lines,
-                        g.k,
-                        g.v,
-                        sinks..first,
-                        &[g.k.sub_rows(sinks..first)],
-                        g.cx,
-                    );
-                    let likeness = vec![g.k.sub_rows(sinks..first); heads.len()];
+                if first > 0 {
+                    let past = g.k.sub_rows(0..first);
+                    let keys = KeySide::new(self, &lines, g.k, g.v, 0..first, &[past], g.cx);
+                    let likeness = vec![past; heads.len()];
                     visited += self.attend_all(&mut g, &keys, &heads, Some(&likeness), row(first)..n_q);
                 }
                 for part in halve(first..g.n_k(), self.params.min_len) {
@@ -260,14 +225,11 @@ fn halve(range: Range<usize>, min_len: usize) -> Vec<CausalPiece> {
 /// Rows of exact attention per task.
 const EXACT_ROWS: usize = 192;
 
-/// Merges exact causal attention of `rows` to the keys `range`, whose last key is at the position of the last row. With
-/// no rows, initialises the output of all rows from the visible keys of `range`.
+/// Merges exact causal attention of `rows` to the keys `range`, whose last key is at the position of the last row.
 fn exact_part<T: Real>(g: &mut Group<'_, T>, rows: Range<usize>, range: Range<usize>) -> u64 {
-    let start = rows.is_empty();
     let (n_q, d_v, heads) = (g.n_q(), g.d_v(), g.q.heads());
     let (k, v, scale, cx) = (g.k.sub_rows(range.clone()), g.v.sub_rows(range.clone()), g.scale, g.cx);
-    let band = if start { g.band() } else { Band::causal(0) };
-    let rows = if start { 0..n_q } else { rows };
+    let band = Band::causal(0);
     let mut visited = 0;
     for h in 0..heads {
         let q = g.q.head(h);
@@ -280,9 +242,6 @@ fn exact_part<T: Real>(g: &mut Group<'_, T>, rows: Range<usize>, range: Range<us
                 let first = t * EXACT_ROWS;
                 let q = q.sub_rows(rows.start + first..rows.start + first + lse.len());
                 let band = band.from_row(first);
-                if start {
-                    return exact_rows(q, k, v, None, scale, band, cx, out, lse);
-                }
                 let mut o = cx.scratch.take::<T>(out.len());
                 let mut l = cx.scratch.take::<T>(lse.len());
                 exact_rows(q, k, v, None, scale, band, cx, &mut o, &mut l);
@@ -655,7 +614,7 @@ mod tests {
     }
 
     #[test]
-    fn without_sinks_the_order_of_the_keys_does_not_matter() {
+    fn the_order_of_the_keys_does_not_matter() {
         let p = Problem::new(1, 97, 16);
         let case = Case::gaussian(p, 10);
         let reverse = |x: &[f64]| x.chunks(16).rev().flatten().copied().collect::<Vec<f64>>();
@@ -684,19 +643,6 @@ mod tests {
             }
             assert!((0..n).all(|i| (0..n).all(|j| seen[i * n + j] == usize::from(j <= i))));
         }
-    }
-
-    #[test]
-    fn sinks_are_seen_by_every_query() {
-        let mut case = Case::gaussian(Problem::new(1, 200, 8).causal(), 3);
-        case.k[..8].iter_mut().for_each(|x| *x *= 20.0);
-        let base = Options::new().with("block", 8).with("min_len", 16);
-        let (_, exact) = reference(&case);
-        let (_, with) = run_method(&METHOD, &base.clone().with("sinks", 1), &case);
-        let (_, without) = run_method(&METHOD, &base, &case);
-        let mass = |lse: &[f64]| lse.iter().zip(&exact).map(|(a, b)| (a - b).exp()).sum::<f64>() / 200.0;
-        assert!(mass(&with) > mass(&without) + 0.1, "{} and {}", mass(&with), mass(&without));
-        assert!(mass(&with) <= 1.0 + 1e-12);
     }
 
     #[test]

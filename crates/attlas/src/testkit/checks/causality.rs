@@ -140,7 +140,7 @@ impl Subject {
         }
         assert!(stream.state_bytes() > 0, "{name}: holds nothing");
         // The near field's keys add to the bytes that a method states.
-        let near = self.options.iter().any(|(name, _)| crate::Near::names(name));
+        let near = self.options.iter().any(|(name, _)| crate::Near::names(name, self.method.params));
         if let Some(&each) = want.info.figures.get("decode_bytes").filter(|_| !near) {
             let (found, stated) = (stream.state_bytes() as f64, each * p.n_kv_heads as f64);
             assert!(found <= stated, "{name}: holds {found} bytes, stated {stated}");

@@ -158,7 +158,7 @@ fn calibrate(method: &Method, case: &Case, options: &Options) -> Option<Calibrat
         view(&sample.k, p.n_kv_heads, p.d),
         view(&sample.v, p.n_kv_heads, p.d_v),
     );
-    match calibrate(&p, &crate::Near::strip(options), &[Inputs::F64(x)]) {
+    match calibrate(&p, options, &[Inputs::F64(x)]) {
         Ok(c) => Some(c),
         Err(e) => panic!("{} does not calibrate: {e}", method.id),
     }

@@ -50,21 +50,20 @@
 //! `n_min` all tokens. No causal leak.
 //!
 //! **When to use.** Long prompts without a mask whose heads attend to similar tokens. It misses heavy keys outside the
-//! block (attention sinks): cover them with `sinks`.
+//! block (attention sinks): cover them with a near field.
 
 mod theory;
 
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, CausalPart, FirstKeys, HashedRule, HashedStream, PerGroup, Ranks, Rectangle,
-    SortHashes, SortedBlocks, SortedRule, UniformSamples, always_leaks, attend_blocks, causal_pairs,
-    causal_rectangles, causalize, draw_sort_hashes, exact_group, join_blocks, with_sinks,
+    Assign, CausalPart, HashedRule, HashedStream, PerGroup, Ranks, Rectangle, SortHashes, SortedBlocks,
+    SortedRule, UniformSamples, attend_blocks, causal_pairs, causal_rectangles, causalize, draw_sort_hashes,
+    exact_group, join_blocks,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
 };
-use crate::params::Indices;
 use crate::{Error, Mask, Problem, Real, Result, Spread};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -120,16 +119,9 @@ pub static METHOD: Method = Method {
     },
     probes: &[
         &[("block", "8"), ("samples", "24"), ("hashes", "4"), ("n_min", "8")],
-        &[
-            ("block", "7"),
-            ("samples", "20"),
-            ("n_min", "1"),
-            ("sampling", "with_replacement"),
-            ("sinks", "3"),
-        ],
+        &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("sampling", "with_replacement")],
         &[("block", "16"), ("samples", "0"), ("n_min", "5"), ("hashes", "0")],
-        &[("block", "8"), ("samples", "24"), ("n_min", "8"), ("variant", "theory"), ("sinks", "1")],
-        &[("block", "8"), ("samples", "8"), ("n_min", "8"), ("sinks", "2"), ("always", "30+90")],
+        &[("block", "8"), ("samples", "24"), ("n_min", "8"), ("variant", "theory")],
     ],
     subsets: &[&[("block", "6"), ("samples", "0"), ("n_min", "4")]],
     exact_below: Some("n_min"),
@@ -168,11 +160,6 @@ crate::params! {
         hashes: usize = 7, in 0..=31;
         /// Attention is exact below this number of queries; the base of the causal recursion.
         n_min: usize = 4096, in 0..=1 << 30;
-        /// Keys at the start that every query sees exactly; they are neither hashed nor sampled.
-        sinks: usize = 0, in 0..=1 << 30;
-        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
-        /// ignored. With a causal mask, these and the sinks must be the first keys.
-        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Sampling with or without replacement; the theory variant always draws independently.
         sampling: Sampling = Sampling::WithoutReplacement;
         /// practical or theory; theory works without a mask only.
@@ -192,7 +179,7 @@ impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
 
     fn supports(&self, p: &Problem) -> Support {
-        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS).and_unless(
+        Support::unless(
             self.variant == Variant::Theory && p.mask == Mask::Causal,
             "variant = theory takes a maximum over all rows, which would leak later tokens: use \
              variant = practical for causal problems",
@@ -219,10 +206,9 @@ impl Params {
 
     /// Draws samples for all parts of a problem that are not exact.
     fn samples_of_parts(&self, p: &Problem, index: GroupIndex) -> BTreeMap<(usize, usize), UniformSamples> {
-        let n_k = p.n_k.saturating_sub(self.sinks);
         let parts = match p.mask {
-            Mask::None => vec![Rectangle { rows: 0..p.n_q, keys: 0..n_k }],
-            Mask::Causal => causal_rectangles(p.n_q, n_k, self.n_min),
+            Mask::None => vec![Rectangle { rows: 0..p.n_q, keys: 0..p.n_k }],
+            Mask::Causal => causal_rectangles(p.n_q, p.n_k, self.n_min),
         };
         let sampled = parts.iter().filter(|part| !self.is_exact(part.rows.len(), part.keys.len()));
         sampled.map(|part| ((part.keys.start, part.keys.end), self.samples_of(part, index))).collect()
@@ -252,8 +238,8 @@ impl Hyper {
 
     /// True if the whole problem is computed exactly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
-        let Params { block, samples, n_min, sinks, .. } = self.params;
-        n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min
+        let Params { block, samples, n_min, .. } = self.params;
+        n_k <= block.max(samples) || n_q.max(n_k) <= n_min
     }
 
     /// Counts the pairs that each head visits.
@@ -261,17 +247,15 @@ impl Hyper {
         if self.covers(p.n_q, p.n_k) {
             return p.visible_pairs() / (p.batch * p.n_heads).max(1) as u64;
         }
-        let n_k = p.n_k - self.params.sinks;
         let part = |rows: usize, keys: usize| {
             let seen =
                 if self.params.is_exact(rows, keys) { keys } else { self.params.block + self.params.samples };
             rows as u64 * seen.min(keys) as u64
         };
-        let rest = match p.mask {
-            Mask::None => part(p.n_q, n_k),
-            Mask::Causal => causal_pairs(p.n_q, n_k, self.params.n_min, &part),
-        };
-        rest + (p.n_q * self.params.sinks) as u64
+        match p.mask {
+            Mask::None => part(p.n_q, p.n_k),
+            Mask::Causal => causal_pairs(p.n_q, p.n_k, self.params.n_min, &part),
+        }
     }
 
     /// Computes a whole group without a mask.
@@ -314,12 +298,6 @@ impl Hyper {
             None => Cow::Owned(self.params.samples_of(part, index)),
         }
     }
-
-    /// Returns the plan with the first keys as sinks.
-    fn with_first(&self, first: &FirstKeys) -> Self {
-        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params, ..self.clone() }
-    }
 }
 
 /// Records the number of rows without samples outside their block.
@@ -333,9 +311,6 @@ fn count_dropped(mut info: RunInfo, drawn: &UniformSamples, blocks: &SortedBlock
 
 impl GroupPlan for Hyper {
     fn cost(&self, p: &Problem) -> Cost {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).cost(p);
-        }
         let (d, d_v) = (p.d as u64, p.d_v as u64);
         let rows = (p.batch * p.n_heads * p.n_q) as u64;
         let keys = (p.batch * p.n_kv_heads * p.n_k) as u64;
@@ -352,43 +327,33 @@ impl GroupPlan for Hyper {
     }
 
     fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
-        let Params { n_min, sinks, .. } = self.params;
         if self.covers(group.n_q(), group.n_k()) {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
         }
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
-            return first.run(&mut group, |g| self.with_first(&first).run(g));
+        let ranks = Ranks::new(group.q, group.k, self.hashes.of(group.index).as_ref());
+        match group.mask {
+            Mask::None => self.whole(&mut group, &ranks),
+            Mask::Causal => causalize(&mut group, self.params.n_min, &|part_rows, part| {
+                self.part(part_rows, &part, &ranks)
+            }),
         }
-        with_sinks(&mut group, sinks, |rest| {
-            let ranks = Ranks::new(rest.q, rest.k, self.hashes.of(rest.index).as_ref());
-            match rest.mask {
-                Mask::None => self.whole(rest, &ranks),
-                Mask::Causal => {
-                    causalize(rest, n_min, &|part_rows, part| self.part(part_rows, &part, &ranks))
-                }
-            }
-        })
     }
 
     fn sorted_rule(&self, p: &Problem) -> Option<SortedRule<'_>> {
-        let Params { variant, sinks, always, block, .. } = &self.params;
-        let sorted =
-            p.mask == Mask::None && *variant == Variant::Practical && *sinks == 0 && always.is_empty();
+        let sorted = p.mask == Mask::None && self.params.variant == Variant::Practical;
         if !sorted || self.covers(p.n_q, p.n_k) || self.params.is_exact(p.n_q, p.n_k) {
             return None;
         }
         let whole = Rectangle { rows: 0..p.n_q, keys: 0..p.n_k };
-        SortedRule::new(p, &self.hashes, *block, |index| self.samples(&whole, index).into_owned()).ok()
+        SortedRule::new(p, &self.hashes, self.params.block, |index| self.samples(&whole, index).into_owned())
+            .ok()
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
-            return self.with_first(&first).stream(p, index);
-        }
-        let Params { block, samples, n_min, sinks, seed, .. } = self.params;
+        let Params { block, samples, n_min, seed, .. } = self.params;
         let replacement = self.params.sampling == Sampling::WithReplacement;
         let key = index.stream_key(seed);
-        let rule = HashedRule { block, samples, replacement, recent: n_min, sinks, key };
+        let rule = HashedRule { block, samples, replacement, recent: n_min, key };
         let practical = self.params.variant == Variant::Practical;
         let hash = self.hashes.of(index).as_ref();
         practical

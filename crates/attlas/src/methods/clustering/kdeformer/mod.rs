@@ -45,20 +45,18 @@
 //! `samples` cover all keys.
 //!
 //! **When to use.** Without a mask, where values differ much in size; otherwise HyperAttention's uniform samples
-//! without replacement do as well. Heavy keys outside the block dominate the variance: cover them with `sinks`. With a
-//! causal mask the choice of columns must not depend on queries: `kde` modes are refused.
+//! without replacement do as well. Heavy keys outside the block dominate the variance: cover them with a near
+//! field. With a causal mask the choice of columns must not depend on queries: `kde` modes are refused.
 
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, Columns, FirstKeys, HashedRule, HashedStream, Operands, Ranks, Rectangle, Row,
-    SortHashes, SortedBlocks, always_leaks, attend_blocks, causal_pairs, causalize, divide_by,
-    draw_sort_hashes, exact_group, exact_rows, with_sinks,
+    Assign, Columns, HashedRule, HashedStream, Operands, Ranks, Rectangle, Row, SortHashes, SortedBlocks,
+    attend_blocks, causal_pairs, causalize, divide_by, draw_sort_hashes, exact_group, exact_rows,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
 };
-use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::Mat;
@@ -128,20 +126,12 @@ pub static METHOD: Method = Method {
     },
     probes: &[
         &[("block", "8"), ("samples", "24"), ("n_min", "8")],
-        &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("p_mode", "uniform"), ("sinks", "3")],
-        &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("always", "11-12+50")],
+        &[("block", "7"), ("samples", "20"), ("n_min", "1"), ("p_mode", "uniform")],
         &[("block", "8"), ("samples", "20"), ("n_min", "9"), ("p_mode", "public")],
         &[("block", "8"), ("samples", "20"), ("p_mode", "kde"), ("kde", "weighted")],
         &[("block", "8"), ("samples", "24"), ("z_mode", "kde"), ("p_mode", "kde")],
         &[("block", "8"), ("samples", "24"), ("z_mode", "kde"), ("kde", "hbe"), ("kde_tables", "8")],
-        &[
-            ("block", "8"),
-            ("samples", "24"),
-            ("z_mode", "kde"),
-            ("p_mode", "kde"),
-            ("kde", "exact"),
-            ("sinks", "1"),
-        ],
+        &[("block", "8"), ("samples", "24"), ("z_mode", "kde"), ("p_mode", "kde"), ("kde", "exact")],
     ],
     subsets: &[&[("block", "6"), ("samples", "0"), ("n_min", "4")]],
     exact_below: Some("n_min"),
@@ -201,11 +191,6 @@ crate::params! {
         precision: Operands = Operands::Full;
         /// Base of the causal recursion: squares of at most this number of rows are exact.
         n_min: usize = 1024, in 0..=1 << 30;
-        /// Keys at the start that every query sees exactly; they are neither hashed nor sampled.
-        sinks: usize = 0, in 0..=1 << 30;
-        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
-        /// ignored. With a causal mask, these and the sinks must be the first keys.
-        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Source of the normalisers: self_norm, or kde (the theory, without the block).
         z_mode: Normaliser = Normaliser::SelfNorm;
         /// Probabilities by which columns are drawn.
@@ -232,7 +217,7 @@ impl Spec for Params {
 
     fn supports(&self, p: &Problem) -> Support {
         let causal = p.mask == Mask::Causal;
-        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+        Support::yes()
             .and_unless(
                 causal && self.p_mode == Probabilities::Kde,
                 "p_mode = kde chooses columns by all queries, which would leak later tokens: use value_mix, public \
@@ -273,8 +258,7 @@ impl KdeFormer {
     }
 
     fn covers(&self, n_q: usize, n_k: usize, mask: Mask) -> bool {
-        let Params { n_min, sinks, .. } = self.params;
-        self.is_exact(n_k) || n_k <= sinks || mask == Mask::Causal && n_q.max(n_k) <= n_min
+        self.is_exact(n_k) || mask == Mask::Causal && n_q.max(n_k) <= self.params.n_min
     }
 
     fn needs_density(&self) -> bool {
@@ -562,12 +546,6 @@ impl KdeFormer {
         })?;
         Ok(RunInfo::visited((group.n_q() * m) as u64))
     }
-
-    /// Returns the plan with the first keys as sinks.
-    fn with_first(&self, first: &FirstKeys) -> Self {
-        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params, ..self.clone() }
-    }
 }
 
 /// Query rows per task of the theory variant.
@@ -680,10 +658,7 @@ fn scaled<'a, T: Real>(x: MatRef<'_, T>, factor: T, cx: Context<'a>) -> attlas_n
 
 impl GroupPlan for KdeFormer {
     fn cost(&self, p: &Problem) -> Cost {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).cost(p);
-        }
-        let Params { block, samples, hashes, n_min, sinks, .. } = self.params;
+        let Params { block, samples, hashes, n_min, .. } = self.params;
         let (d, d_v, heads) = (p.d as u64, p.d_v as u64, (p.batch * p.n_heads) as u64);
         let (rows, keys) = (heads * p.n_q as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
         if self.covers(p.n_q, p.n_k, p.mask) {
@@ -694,13 +669,12 @@ impl GroupPlan for KdeFormer {
             rows as u64 * (if self.is_exact(keys) { keys } else { (block + samples).min(keys) }) as u64
         };
         let (pairs, levels) = match p.mask {
-            Mask::None => (part(p.n_q, p.n_k - sinks), 1),
+            Mask::None => (part(p.n_q, p.n_k), 1),
             Mask::Causal => {
                 let levels = (p.n_q / n_min.max(1)).max(1).ilog2().max(1);
-                (causal_pairs(p.n_q, p.n_k - sinks, n_min, &part), u64::from(levels))
+                (causal_pairs(p.n_q, p.n_k, n_min, &part), u64::from(levels))
             }
         };
-        let pairs = pairs + (p.n_q * sinks) as u64;
         let per_density = match self.backend() {
             Backend::Exact => rows * p.n_k as u64,
             Backend::Weighted { samples } => rows * samples as u64,
@@ -716,34 +690,27 @@ impl GroupPlan for KdeFormer {
     }
 
     fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
-        let Params { n_min, sinks, .. } = self.params;
         if self.covers(group.n_q(), group.n_k(), group.mask) {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
         }
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
-            return first.run(&mut group, |g| self.with_first(&first).run(g));
-        }
-        with_sinks(&mut group, sinks, |rest| match rest.mask {
+        match group.mask {
             Mask::None => {
-                let whole = Rectangle::whole(rest);
-                self.part(rest.reborrow(), &whole, Assign::Balanced)
+                let whole = Rectangle::whole(&group);
+                self.part(group, &whole, Assign::Balanced)
             }
-            Mask::Causal => causalize(rest, n_min, &|part_rows, part| {
+            Mask::Causal => causalize(&mut group, self.params.n_min, &|part_rows, part| {
                 part_rows.run(|group| self.part(group, &part, Assign::Alone))
             }),
-        })
+        }
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
-            return self.with_first(&first).stream(p, index);
-        }
         if self.needs_density() {
             return None;
         }
-        let Params { block, samples, n_min, sinks, seed, .. } = self.params;
+        let Params { block, samples, n_min, seed, .. } = self.params;
         let key = index.stream_key(seed);
-        let rule = HashedRule { block, samples, replacement: false, recent: n_min, sinks, key };
+        let rule = HashedRule { block, samples, replacement: false, recent: n_min, key };
         Some(Box::new(HashedStream::new(rule, self.hashes.of(index).as_ref(), (p.d, p.d_v), index)))
     }
 }

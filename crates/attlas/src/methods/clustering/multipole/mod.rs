@@ -54,13 +54,12 @@ mod attend;
 mod blocks;
 mod state;
 
-use crate::engine::{ALWAYS_LEAKS, FirstKeys, Turn, always_leaks, exact_group};
+use crate::engine::{Turn, exact_group};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
     Withdrawn,
 };
-use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attend::ClusteredKeys;
@@ -115,7 +114,6 @@ pub static METHOD: Method = Method {
             ("interval", "8"),
             ("window", "16"),
         ],
-        &[("ratio", "0.25"), ("budget", "12"), ("interval", "8"), ("window", "32"), ("always", "30+77")],
         &[
             ("prompt", "blocks"),
             ("ratio", "0.25"),
@@ -160,9 +158,6 @@ crate::params! {
         budget: usize = 128, in 0..=1 << 30;
         /// Keys at the start that are always attended exactly.
         sinks: usize = 10, in 0..=1 << 30;
-        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
-        /// ignored. With a causal mask, these and the sinks must be the first keys.
-        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Tokens between updates of the clusters; the recent buffer holds one to two times this number.
         interval: usize = 128, in 1..=1 << 30;
         /// Keys that are clustered together; at least twice the interval.
@@ -204,11 +199,7 @@ impl Spec for Params {
 
     fn supports(&self, p: &Problem) -> Support {
         let dim = self.rope_dim.unwrap_or(p.d);
-        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
-            .and_unless(
-                self.rope_base.is_some() && !self.always.is_empty(),
-                "keys are turned back by their place, which a list of keys would change; set always = none",
-            )
+        Support::yes()
             .and_unless(
                 self.rope_base.is_some() && !p.near.is_none(),
                 "keys are turned back by their place, which a near field shifts; leave rope_base unset",
@@ -262,12 +253,6 @@ impl Multipole {
         let Params { rope_base, rope_dim, rope_layout, .. } = self.params;
         rope_base.map(|base| Turn::new(base, rope_dim.unwrap_or(d), rope_layout == RopeLayout::Half))
     }
-
-    /// Returns the plan with the first keys as sinks.
-    fn with_first(&self, first: &FirstKeys) -> Self {
-        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params }
-    }
 }
 
 /// Positions per task.
@@ -275,9 +260,6 @@ const POSITIONS: usize = 16;
 
 impl GroupPlan for Multipole {
     fn cost(&self, p: &Problem) -> Cost {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).cost(p);
-        }
         let Params { ratio, budget, sinks, interval, window, iters, update_iters, .. } = self.params;
         let (n, d, d_v) = (p.n_k as f64, p.d as f64, p.d_v as f64);
         let pairs = p.visible_pairs() as f64;
@@ -299,9 +281,6 @@ impl GroupPlan for Multipole {
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
         if self.params.budget >= g.n_k() || g.n_q() == 0 {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
-        }
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
-            return first.run(&mut g, |g| self.with_first(&first).run(g));
         }
         if self.params.prompt == Prompt::Blocks && g.mask == Mask::Causal && g.n_q() > 1 {
             return self.run_blocks(&mut g);
@@ -367,9 +346,6 @@ impl GroupPlan for Multipole {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
-            return self.with_first(&first).stream(p, index);
-        }
         let key = index.stream_key(self.params.seed).named("multipole");
         Some(Box::new(ClusterStream {
             plan: self.clone(),

@@ -19,7 +19,7 @@ pub(super) struct BestKeys<T> {
     index: GroupIndex,
     /// Keys before this one were scored; all later ones are visible.
     scored: Option<usize>,
-    /// Sinks, kept keys and samples of the others, side by side.
+    /// Kept keys and samples of the others, side by side.
     far_k: Vec<T>,
     far_v: Vec<T>,
     bias: Vec<T>,
@@ -53,11 +53,11 @@ impl<T: Real> BestKeys<T> {
         self.queries.push_back(mean);
     }
 
-    /// Scores the keys from the sinks to `edge` and gathers the kept ones.
+    /// Scores the keys before `edge` and gathers the kept ones.
     fn score(&mut self, edge: usize, scale: T, cx: Context<'_>) -> u64 {
-        let (sinks, (d, d_v)) = (self.plan.params.sinks, self.cached.widths());
+        let (d, d_v) = self.cached.widths();
         let (k, v) = (self.cached.keys(), self.cached.values());
-        let old = k.sub_rows(sinks..edge);
+        let old = k.sub_rows(0..edge);
         let key = self.index.stream_key(self.plan.params.seed).named("decode").with(edge as u64);
         let factor = scale.to_f64() / self.queries.len().max(1) as f64;
         let sum = |i: usize| self.queries.iter().map(|q| q[i]).sum::<f64>() * factor;
@@ -72,17 +72,16 @@ impl<T: Real> BestKeys<T> {
         };
         let weight = T::from_f64((left as f64 / drawn.len().max(1) as f64).ln());
         let samples = complement(old.rows(), &kept, &drawn);
-        let mut far = Gathered::new(sinks + kept.len() + samples.len(), d, d_v, cx);
-        far.append(k, v, 0..sinks);
-        far.append(k, v, kept.iter().map(|&j| sinks + j as usize));
-        far.append(k, v, samples.iter().map(|&j| sinks + j as usize));
+        let mut far = Gathered::new(kept.len() + samples.len(), d, d_v, cx);
+        far.append(k, v, kept.iter().map(|&j| j as usize));
+        far.append(k, v, samples.iter().map(|&j| j as usize));
         self.far_k.clear();
         self.far_k.extend_from_slice(far.keys().data());
         self.far_v.clear();
         self.far_v.extend_from_slice(far.values().data());
         self.bias.clear();
-        self.bias.resize(sinks + kept.len(), T::ZERO);
-        self.bias.resize(sinks + kept.len() + samples.len(), weight);
+        self.bias.resize(kept.len(), T::ZERO);
+        self.bias.resize(kept.len() + samples.len(), weight);
         self.scored = Some(edge);
         self.plan.scores_per_key() * old.rows() as u64
     }
@@ -103,12 +102,10 @@ impl<T: Real> GroupStream<T> for BestKeys<T> {
         cx: Context<'_>,
     ) -> Result<RunInfo> {
         let (n, (d, d_v)) = (self.cached.tokens(), self.cached.widths());
-        let (n_min, sinks) = (self.plan.params.n_min, self.plan.params.sinks);
         self.remember(q);
         // The token itself is always visible.
-        let edge = n.saturating_sub(n_min.max(1));
-        let old = edge.saturating_sub(sinks);
-        let covered = old <= self.plan.params.block.max(self.plan.params.samples);
+        let edge = n.saturating_sub(self.plan.params.n_min.max(1));
+        let covered = edge <= self.plan.params.block.max(self.plan.params.samples);
         let mut setup = 0;
         if !covered && self.scored.is_none_or(|scored| edge >= scored + RESCORE) {
             setup = self.score(edge, scale, cx);

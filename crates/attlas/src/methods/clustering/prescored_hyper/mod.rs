@@ -48,16 +48,13 @@ mod decode;
 
 use crate::engine::moments::mean_of;
 use crate::engine::{
-    ALWAYS_LEAKS, Assign, FirstKeys, Ranks, Rectangle, SortHashes, SortedBlocks, UniformSamples,
-    always_leaks, attend_blocks, causal_pairs, causalize, draw_sort_hashes, exact_group, top_indices,
-    with_sinks,
+    Assign, Ranks, Rectangle, SortHashes, SortedBlocks, UniformSamples, attend_blocks, causal_pairs,
+    causalize, draw_sort_hashes, exact_group, top_indices,
 };
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream, Queries};
 use crate::method::{
-    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Support, Tunable,
-    Withdrawn,
+    Accepted, Budget, Claims, Cost, Family, Law, Method, Promise, RunInfo, Spec, Status, Tunable, Withdrawn,
 };
-use crate::params::Indices;
 use crate::{Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::Mat;
 use attlas_num::cluster::{self, Init, Metric, kmeans};
@@ -114,7 +111,7 @@ pub static METHOD: Method = Method {
     probes: &[
         &[("keys", "40"), ("block", "8"), ("n_min", "8"), ("hashes", "4")],
         &[("keys", "30"), ("block", "8"), ("n_min", "4"), ("score", "kmeans_outlier"), ("samples", "9")],
-        &[("keys", "30"), ("block", "7"), ("n_min", "9"), ("score", "kmedian_outlier"), ("sinks", "3")],
+        &[("keys", "30"), ("block", "7"), ("n_min", "9"), ("score", "kmedian_outlier")],
         &[
             ("keys", "25"),
             ("block", "8"),
@@ -138,14 +135,13 @@ pub static METHOD: Method = Method {
             ("score", "kmeans_outlier"),
             ("seeding", "plus_plus"),
         ],
-        &[("keys", "30"), ("block", "8"), ("n_min", "9"), ("always", "5+60")],
-        &[("keys", "30"), ("block", "8"), ("n_min", "4"), ("score", "mean_query"), ("sinks", "1")],
+        &[("keys", "30"), ("block", "8"), ("n_min", "4"), ("score", "mean_query")],
         &[("keys", "30"), ("block", "8"), ("n_min", "8"), ("score", "mean_query"), ("select", "drawn")],
         &[("keys", "30"), ("block", "30"), ("n_min", "5"), ("score", "norm2"), ("select", "drawn")],
     ],
     subsets: &[
         &[("keys", "9"), ("block", "9"), ("n_min", "4")],
-        &[("keys", "12"), ("block", "5"), ("n_min", "4"), ("score", "norm2"), ("sinks", "1")],
+        &[("keys", "12"), ("block", "5"), ("n_min", "4"), ("score", "norm2")],
     ],
     exact_below: Some("n_min"),
     tunable: &[Tunable::budget("block"), Tunable::budget("samples")],
@@ -240,11 +236,6 @@ crate::params! {
         hashes: usize = 7, in 0..=31;
         /// Attention is exact below this number of queries; the base of the causal recursion.
         n_min: usize = 4096, in 0..=1 << 30;
-        /// Keys at the start that every query sees exactly and that are not scored.
-        sinks: usize = 0, in 0..=1 << 30;
-        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
-        /// ignored. With a causal mask, these and the sinks must be the first keys.
-        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Seed of clusterings, directions and samples.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -252,10 +243,6 @@ crate::params! {
 
 impl Spec for Params {
     const METHOD: &'static Method = &METHOD;
-
-    fn supports(&self, p: &Problem) -> Support {
-        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
-    }
 
     fn build(self, x: Accepted<'_>) -> Result<impl GroupPlan> {
         PrescoredHyper::new(x.problem, self)
@@ -285,8 +272,8 @@ impl PrescoredHyper {
 
     /// True if the whole problem is computed exactly.
     fn covers(&self, n_q: usize, n_k: usize) -> bool {
-        let Params { block, samples, n_min, sinks, .. } = self.params;
-        n_k <= block.max(samples).max(sinks) || n_q.max(n_k) <= n_min
+        let Params { block, samples, n_min, .. } = self.params;
+        n_k <= block.max(samples) || n_q.max(n_k) <= n_min
     }
 
     /// Maximum number of samples beside a block.
@@ -416,12 +403,6 @@ impl PrescoredHyper {
         let keys_visited = info.keys_visited + by_queries;
         Ok(RunInfo { keys_visited, rank: Some(count), setup_scores: scored, ..info })
     }
-
-    /// Returns the plan with the first keys as sinks.
-    fn with_first(&self, first: &FirstKeys) -> Self {
-        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params, ..self.clone() }
-    }
 }
 
 /// Mean of some queries, times the scale.
@@ -520,10 +501,7 @@ fn larger(a: f64, b: f64) -> f64 {
 
 impl GroupPlan for PrescoredHyper {
     fn cost(&self, p: &Problem) -> Cost {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).cost(p);
-        }
-        let Params { block, n_min, sinks, hashes, keys, .. } = self.params;
+        let Params { block, n_min, hashes, keys, .. } = self.params;
         let (d, d_v, heads) = (p.d as u64, p.d_v as u64, (p.batch * p.n_heads) as u64);
         let (rows, all) = (heads * p.n_q as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
         if self.covers(p.n_q, p.n_k) {
@@ -536,10 +514,10 @@ impl GroupPlan for PrescoredHyper {
             rows as u64 * seen as u64
         };
         let (pairs, levels) = match p.mask {
-            Mask::None => (part(p.n_q, p.n_k - sinks), 1),
+            Mask::None => (part(p.n_q, p.n_k), 1),
             Mask::Causal => {
                 let levels = (p.n_q / n_min.max(1)).max(1).ilog2().max(1);
-                (causal_pairs(p.n_q, p.n_k - sinks, n_min, &part), u64::from(levels))
+                (causal_pairs(p.n_q, p.n_k, n_min, &part), u64::from(levels))
             }
         };
         let per_key = match self.params.score {
@@ -549,46 +527,36 @@ impl GroupPlan for PrescoredHyper {
         };
         Cost {
             setup_flops: 2 * (rows + all) * d * hashes as u64 + levels * all * per_key,
-            run_flops: 2 * heads * (pairs + (p.n_q * sinks) as u64) * (d + d_v),
+            run_flops: 2 * heads * pairs * (d + d_v),
             bytes: 4 * levels * (rows + all) * (d + d_v),
         }
     }
 
     fn run<T: Real>(&self, mut group: Group<'_, T>) -> Result<RunInfo> {
-        let Params { n_min, sinks, .. } = self.params;
         if self.covers(group.n_q(), group.n_k()) {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut group)? });
         }
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, group.n_k()) {
-            return first.run(&mut group, |g| self.with_first(&first).run(g));
-        }
-        with_sinks(&mut group, sinks, |rest| {
-            let ranks = Ranks::new(rest.q, rest.k, self.hashes.of(rest.index).as_ref());
-            let (q, scale) = (rest.q, rest.scale);
-            let mean = |rows: std::ops::Range<usize>| match self.params.score {
-                Score::MeanQuery => MeanQuery::new(q, rows, scale),
-                _ => None,
-            };
-            match rest.mask {
-                Mask::None => {
-                    let whole = Rectangle::whole(rest);
-                    let mean = mean(0..q.n_q());
-                    self.part(rest.reborrow(), &whole, &ranks, Assign::Balanced, mean.as_ref())
-                }
-                Mask::Causal => causalize(rest, n_min, &|part_rows, part| {
-                    // Queries earlier than any that attends here: they carry no information about later tokens.
-                    let first = part.rows.start;
-                    let mean = mean(first.saturating_sub(RECENT_QUERIES)..first);
-                    part_rows.run(|group| self.part(group, &part, &ranks, Assign::Alone, mean.as_ref()))
-                }),
+        let ranks = Ranks::new(group.q, group.k, self.hashes.of(group.index).as_ref());
+        let (q, scale) = (group.q, group.scale);
+        let mean = |rows: std::ops::Range<usize>| match self.params.score {
+            Score::MeanQuery => MeanQuery::new(q, rows, scale),
+            _ => None,
+        };
+        match group.mask {
+            Mask::None => {
+                let (whole, mean) = (Rectangle::whole(&group), mean(0..q.n_q()));
+                self.part(group, &whole, &ranks, Assign::Balanced, mean.as_ref())
             }
-        })
+            Mask::Causal => causalize(&mut group, self.params.n_min, &|part_rows, part| {
+                // Queries earlier than any that attends here: they carry no information about later tokens.
+                let first = part.rows.start;
+                let mean = mean(first.saturating_sub(RECENT_QUERIES)..first);
+                part_rows.run(|group| self.part(group, &part, &ranks, Assign::Alone, mean.as_ref()))
+            }),
+        }
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
-            return self.with_first(&first).stream(p, index);
-        }
         Some(Box::new(decode::BestKeys::new(self.clone(), (p.d, p.d_v), index)))
     }
 }

@@ -22,13 +22,13 @@ pub(super) enum Chunks {
 pub(super) struct KeyRound {
     /// Bucket of every key.
     codes: Vec<u32>,
-    /// Keys after the sinks, by bucket and position.
+    /// All keys, by bucket and position.
     order: Vec<u32>,
     /// Places in `order` of every chunk.
     chunks: Vec<Range<usize>>,
     /// First chunk of each chunk's bucket, if chunks are cut per bucket; 0 otherwise.
     first: Vec<u32>,
-    /// Chunk of every key; sinks have none.
+    /// Chunk of every key.
     of_key: Vec<u32>,
     per_bucket: bool,
 }
@@ -36,10 +36,9 @@ pub(super) struct KeyRound {
 const NONE: u32 = u32::MAX;
 
 impl KeyRound {
-    /// Sorts the keys after the first `sinks` and cuts them into chunks.
-    pub(super) fn new(codes: Vec<u32>, sinks: usize, chunks: Chunks) -> Self {
-        let mut order = order_by(&codes[sinks..]);
-        order.iter_mut().for_each(|j| *j += sinks as u32);
+    /// Sorts the keys and cuts them into chunks.
+    pub(super) fn new(codes: Vec<u32>, chunks: Chunks) -> Self {
+        let order = order_by(&codes);
         let n = order.len();
         let (mut ranges, mut first) = (Vec::new(), Vec::new());
         match chunks {

@@ -37,20 +37,16 @@
 mod buckets;
 
 use crate::engine::moments::mean_of;
-use crate::engine::{
-    ALWAYS_LEAKS, Buckets, FirstKeys, Join, PerGroup, always_leaks, attend_buckets, attend_subset,
-    exact_group, exact_rows,
-};
+use crate::engine::{Buckets, Join, PerGroup, attend_buckets, attend_subset, exact_group, exact_rows};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Claims, Cost, Family, Law, Method, Needs, Promise, RunInfo, Spec, Status, Support,
     Tunable, Withdrawn,
 };
-use crate::params::Indices;
 use crate::workspace::Context;
 use crate::{Error, Mask, MatRef, Problem, Real, Result, Spread};
 use attlas_num::hash::{CrossPolytope, Lsh};
-use attlas_num::kernels::{Band, dot, merge_lse};
+use attlas_num::kernels::{Band, dot};
 use attlas_num::par::*;
 use buckets::{Chunks, KeyRound, QueryRound};
 
@@ -108,8 +104,7 @@ pub static METHOD: Method = Method {
         ..Claims::BASE
     },
     probes: &[
-        &[("rounds", "3"), ("block", "7"), ("sinks", "2")],
-        &[("rounds", "2"), ("block", "7"), ("always", "20+33")],
+        &[("rounds", "3"), ("block", "7")],
         &[("rounds", "2"), ("block", "8"), ("merge", "multiset"), ("window", "3")],
         &[("rounds", "2"), ("block", "9"), ("after", "1"), ("before", "2"), ("across_buckets", "false")],
         &[("keys", "shared"), ("rounds", "3"), ("block", "8"), ("window", "0")],
@@ -177,11 +172,6 @@ crate::params! {
         logit_scale: f64 = 1.0, in 0.0..=1e6;
         /// Causal problems: recent tokens that every query also sees; auto for one chunk.
         window: Option<usize> = None, in 0..=1 << 30;
-        /// Keys at the start that every query sees exactly, outside the chunks; separate keys only.
-        sinks: usize = 0, in 0..=1 << 30;
-        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
-        /// ignored. With a causal mask, these and the sinks must be the first keys.
-        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Seed of the hash functions.
         seed: u64 = 0, in 0..=u64::MAX;
     }
@@ -192,7 +182,7 @@ impl Spec for Params {
 
     fn supports(&self, p: &Problem) -> Support {
         let (causal, shared) = (p.mask == Mask::Causal, self.keys == Keys::Shared);
-        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+        Support::yes()
             .and_unless(
                 shared && p.n_heads != p.n_kv_heads,
                 "keys = shared needs a key head for every query head: a query is its own key",
@@ -200,10 +190,6 @@ impl Spec for Params {
             .and_unless(
                 shared && (p.n_q > p.n_k || !causal && p.n_q != p.n_k),
                 "keys = shared needs as many keys as queries, or more with a causal mask",
-            )
-            .and_unless(
-                shared && (self.sinks > 0 || !self.always.is_empty()),
-                "keys = shared has no sinks: every token is hashed; set sinks = 0 and always = none",
             )
             .and_unless(
                 causal && self.across_buckets == Some(true),
@@ -291,12 +277,6 @@ impl Reformer {
     fn scale<T: Real>(&self, scale: T) -> T {
         if self.shared() { T::from_f64(self.params.logit_scale) } else { scale }
     }
-
-    /// Returns the plan with the first keys as sinks.
-    fn with_first(&self, first: &FirstKeys) -> Self {
-        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params, ..self.clone() }
-    }
 }
 
 /// Rows of the window per task.
@@ -304,10 +284,7 @@ const WINDOW_ROWS: usize = 192;
 
 impl GroupPlan for Reformer {
     fn cost(&self, p: &Problem) -> Cost {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).cost(p);
-        }
-        let Params { rounds, block, before, after, sinks, .. } = self.params;
+        let Params { rounds, block, before, after, .. } = self.params;
         let (heads, groups) = ((p.batch * p.n_heads * p.n_q) as u64, (p.batch * p.n_kv_heads * p.n_k) as u64);
         let hash: CrossPolytope<f64> = CrossPolytope::new(
             GroupIndex { batch: 0, kv_head: 0 }.stream_key(0),
@@ -318,7 +295,7 @@ impl GroupPlan for Reformer {
         let directions = hash.factors().iter().sum::<usize>() / 2;
         let recent = if p.mask == Mask::Causal { self.window() } else { 0 };
         let chunks = 1u64.saturating_add((before + after) as u64);
-        let seen = (chunks.saturating_mul((rounds * block) as u64)).saturating_add((sinks + recent) as u64);
+        let seen = (chunks.saturating_mul((rounds * block) as u64)).saturating_add(recent as u64);
         let pairs = (heads * seen.min(p.n_k as u64 * rounds as u64)).max(1);
         Cost {
             setup_flops: 2 * (heads + groups) * (rounds * directions * p.d) as u64,
@@ -328,7 +305,7 @@ impl GroupPlan for Reformer {
     }
 
     fn run<T: Real>(&self, mut g: Group<'_, T>) -> Result<RunInfo> {
-        let Params { block, sinks, .. } = self.params;
+        let block = self.params.block;
         let causal = g.mask == Mask::Causal;
         if self.shared() && (g.n_q() > g.n_k() || !causal && g.n_q() != g.n_k()) {
             return Err(Error::Unsupported {
@@ -336,12 +313,8 @@ impl GroupPlan for Reformer {
                 reasons: vec!["keys = shared cannot leave out padded keys: a query is its own key".into()],
             });
         }
-        let sinks = sinks.min(g.n_k());
-        if !self.shared() && g.n_k() - sinks <= block || g.n_q() == 0 || g.n_k() == 0 {
+        if !self.shared() && g.n_k() <= block || g.n_q() == 0 || g.n_k() == 0 {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
-        }
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
-            return first.run(&mut g, |g| self.with_first(&first).run(g));
         }
         let (n_k, d, cx) = (g.n_k(), g.k.cols(), g.cx);
         let mut unit = cx.scratch.take::<T>(if self.shared() { n_k * d } else { 0 });
@@ -358,14 +331,10 @@ impl GroupPlan for Reformer {
             .into_par_iter()
             .map(|r| {
                 let codes = hash.as_ref().map_or(vec![0; n_k], |h| h.codes(hashed_k, r));
-                KeyRound::new(
-                    codes,
-                    sinks,
-                    if causal { Chunks::PerBucket(block) } else { self.chunks(n_k - sinks) },
-                )
+                KeyRound::new(codes, if causal { Chunks::PerBucket(block) } else { self.chunks(n_k) })
             })
             .collect();
-        let mut visited = self.start(&mut g, k, sinks);
+        let mut visited = self.start(&mut g, k);
         let (n_q, d_v, scale) = (g.n_q(), g.d_v(), self.scale(g.scale));
         let older: Option<Vec<usize>> = causal.then(|| (0..n_q).map(|i| self.older(g.visible(i))).collect());
         let mut centred = cx.scratch.take::<T>(if self.params.centre { n_q * d } else { 0 });
@@ -409,9 +378,6 @@ impl GroupPlan for Reformer {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
-            return self.with_first(&first).stream(p, index);
-        }
         let hash = self.hash(index, p.d, p.n_k);
         let (rounds, count) = hash.as_ref().map_or((1, 1), |h: &CrossPolytope<T>| (h.rounds(), h.buckets()));
         Some(Box::new(BucketStream {
@@ -469,8 +435,8 @@ impl Reformer {
         if self.shared() { Chunks::Ragged(block) } else { Chunks::Balanced(n.div_ceil(block)) }
     }
 
-    /// Starts every row with its sinks and its window, or with nothing.
-    fn start<T: Real>(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>, sinks: usize) -> u64 {
+    /// Starts every row with its window, or with nothing.
+    fn start<T: Real>(&self, g: &mut Group<'_, T>, k: MatRef<'_, T>) -> u64 {
         let causal = g.mask == Mask::Causal;
         let (v, scale, cx, n_k) = (g.v, self.scale(g.scale), g.cx, g.n_k());
         let (d_v, n_q, band) = (v.cols(), g.n_q(), g.band());
@@ -484,41 +450,17 @@ impl Reformer {
                 .enumerate()
                 .map(|(t, (out, lse))| {
                     let first = t * WINDOW_ROWS;
-                    let q = q.sub_rows(first..first + lse.len());
-                    let sunk = band.from_row(first);
-                    exact_rows(
-                        q,
-                        k.sub_rows(0..sinks),
-                        v.sub_rows(0..sinks),
-                        None,
-                        scale,
-                        sunk,
-                        cx,
-                        out,
-                        lse,
-                    );
-                    let rows = lse.len();
-                    let count =
-                        |band: Band, n: usize| (0..rows).map(|i| band.range(i, n).len() as u64).sum::<u64>();
-                    let mut visited = count(sunk, sinks);
                     let Some(upper) = band.upper.filter(|_| causal && self.window() > 0) else {
-                        return visited;
+                        out.fill(T::ZERO);
+                        lse.fill(T::NEG_INFINITY);
+                        return 0;
                     };
                     let upper = upper - isize::from(self.shared());
                     let lower = upper.saturating_sub_unsigned(self.window() - 1);
-                    let recent =
-                        Band { lower: Some(lower), upper: Some(upper) }.from_row(first).from_key(sinks);
-                    let mut o = cx.scratch.take::<T>(out.len());
-                    let mut l = cx.scratch.take::<T>(lse.len());
-                    let (k, v) = (k.sub_rows(sinks..n_k), v.sub_rows(sinks..n_k));
-                    exact_rows(q, k, v, None, scale, recent, cx, &mut o, &mut l);
-                    for (((out, lse), o), &l) in
-                        out.chunks_exact_mut(d_v).zip(lse.iter_mut()).zip(o.chunks_exact(d_v)).zip(l.iter())
-                    {
-                        merge_lse(out, lse, o, l);
-                    }
-                    visited += count(recent, n_k - sinks);
-                    visited
+                    let recent = Band { lower: Some(lower), upper: Some(upper) }.from_row(first);
+                    let q = q.sub_rows(first..first + lse.len());
+                    exact_rows(q, k, v, None, scale, recent, cx, out, lse);
+                    (0..lse.len()).map(|i| recent.range(i, n_k).len() as u64).sum::<u64>()
                 })
                 .sum::<u64>();
         }
@@ -573,9 +515,7 @@ impl<T: Real> GroupStream<T> for BucketStream<T> {
         for (r, buckets) in self.buckets.iter_mut().enumerate() {
             let codes = self.hash.as_ref().map_or(vec![0; k.rows()], |h| h.codes(hashed, r));
             for (j, &code) in (first..).zip(&codes) {
-                if j >= self.plan.params.sinks {
-                    buckets[code as usize].push(j as u32);
-                }
+                buckets[code as usize].push(j as u32);
                 self.codes[r] = code;
             }
         }
@@ -600,13 +540,12 @@ impl<T: Real> GroupStream<T> for BucketStream<T> {
     ) -> Result<RunInfo> {
         let n = self.k.len() / self.d;
         let (k, v) = (MatRef::new(&self.k, n, self.d), MatRef::new(&self.v, n, self.d_v));
-        let Params { block, before, sinks, merge, .. } = self.plan.params;
+        let Params { block, before, merge, .. } = self.plan.params;
         let shared = self.plan.shared();
         if !shared && self.hash.is_none() {
             return exact_group(&mut Group::decode(q, k, v, scale, out, lse, self.index, cx)?);
         }
-        let sinks = sinks.min(n);
-        let older = self.plan.older(n).max(sinks);
+        let older = self.plan.older(n);
         let end = n - usize::from(shared && n > 0);
         let mut info = RunInfo::default();
         let mut centred = vec![T::ZERO; if self.plan.params.centre { q.rows() * self.d } else { 0 }];
@@ -632,7 +571,7 @@ impl<T: Real> GroupStream<T> for BucketStream<T> {
                 met.sort_unstable();
                 met.dedup();
             }
-            met.extend((0..sinks.min(end)).chain(older.min(end)..end));
+            met.extend(older.min(end)..end);
             let mut weights = cx.scratch.take::<T>(met.len());
             let scale = self.plan.scale(scale);
             *lse = attend_subset(q.row(h), k, v, &met, scale, &mut weights, out);

@@ -114,9 +114,7 @@ fn wrapping_joins_the_rounds_to_a_ring() {
 #[test]
 fn the_causal_form_sees_growing_lists_of_its_own_bucket() {
     let p = Problem { d_v: 3, ..Problem::new(1, 110, 6) };
-    for (keys, window, sinks) in
-        [("separate", 5usize, 2usize), ("separate", 0, 0), ("shared", 0, 0), ("shared", 4, 0)]
-    {
+    for (keys, window) in [("separate", 5usize), ("separate", 0), ("shared", 0), ("shared", 4)] {
         let shared = keys == "shared";
         let case = if shared { shared_case(p.causal(), 4) } else { Case::gaussian(p.causal(), 4) };
         let (block, buckets) = (4, 6);
@@ -124,18 +122,18 @@ fn the_causal_form_sees_growing_lists_of_its_own_bucket() {
         let own = usize::from(shared);
         let older = |i: usize| (i + 1).saturating_sub(window + own);
         let meets = |i: usize, j: usize| {
-            if j < sinks || j >= older(i) {
+            if j >= older(i) {
                 return usize::from(!shared || j != i);
             }
             let near = |r: &usize| {
-                let mates: Vec<usize> = (sinks..older(i)).filter(|&l| b[*r][l] == a[*r][i]).collect();
+                let mates: Vec<usize> = (0..older(i)).filter(|&l| b[*r][l] == a[*r][i]).collect();
                 let first = (mates.len() / block).saturating_sub(1) * block;
                 mates[first.min(mates.len())..].contains(&j)
             };
             (0..2).filter(near).count()
         };
         let options = Options::new().with("keys", keys).with("rounds", 2).with("block", block);
-        let options = options.with("buckets", buckets).with("window", window).with("sinks", sinks);
+        let options = options.with("buckets", buckets).with("window", window);
         assert_equals(&case, &options, |i, j| meets(i, j).min(1), shared);
         assert_equals(&case, &options.with("merge", "multiset"), meets, shared);
     }

@@ -55,9 +55,7 @@ impl<T: Real> CentroidStream<T> {
         assign_into(rows, centroids.as_ref(), Metric::Spherical, &mut labels);
         self.lists.resize(centroids.rows(), Vec::new());
         for (j, &label) in (first..).zip(&labels) {
-            if j >= self.plan.params.sinks {
-                self.lists[label as usize].push(j as u32);
-            }
+            self.lists[label as usize].push(j as u32);
         }
     }
 }
@@ -114,13 +112,12 @@ impl<T: Real> GroupStream<T> for CentroidStream<T> {
         let mut labels = vec![0; q.rows()];
         assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
         let mut info = RunInfo { rank: Some(self.sizes.clusters), ..RunInfo::default() };
-        let sinks = self.plan.params.sinks.min(n);
         for ((h, &label), (out, lse)) in
             labels.iter().enumerate().zip(out.chunks_exact_mut(self.d_v).zip(lse))
         {
             let list = &self.lists[label as usize];
-            let recent = list[list.len().saturating_sub(self.sizes.window)..].iter().map(|&j| j as usize);
-            let met: Vec<usize> = (0..sinks).chain(recent).collect();
+            let recent = &list[list.len().saturating_sub(self.sizes.window)..];
+            let met: Vec<usize> = recent.iter().map(|&j| j as usize).collect();
             *lse = attend_subset(q.row(h), k, v, &met, scale, &mut vec![T::ZERO; met.len()], out);
             info.keys_visited += (met.len() + centroids.rows()) as u64;
             if *lse == T::NEG_INFINITY {

@@ -7,31 +7,28 @@ use attlas_num::kernels::{Op, gemm};
 use attlas_num::par::*;
 use std::ops::Range;
 
-/// Returns, for each centroid, the `w` rows from `first` on with the largest products, ties to the smaller index, in
-/// order of position.
+/// Returns, for each centroid, the `w` rows with the largest products, ties to the smaller index, in order of position.
 pub(super) fn best_members<T: Real>(
     x: MatRef<'_, T>,
-    first: usize,
     centroids: MatRef<'_, T>,
     w: usize,
     cx: Context<'_>,
 ) -> Vec<Vec<u32>> {
-    let n = x.rows() - first;
-    let x = x.sub_rows(first..x.rows());
+    let n = x.rows();
     let batches = (0..centroids.rows()).step_by(BATCH).collect::<Vec<usize>>();
     let members = batches.into_par_iter().with_max_len(1).map(|c| {
         let batch = centroids.sub_rows(c..(c + BATCH).min(centroids.rows()));
         let mut scores = cx.scratch.take::<T>(batch.rows() * n);
         gemm(cx.schedule.isa, T::ONE, Op::N(batch), Op::T(x), T::ZERO, &mut scores, n, cx.scratch);
-        (0..batch.rows()).map(|c| largest(&scores[c * n..(c + 1) * n], first, w)).collect::<Vec<_>>()
+        (0..batch.rows()).map(|c| largest(&scores[c * n..(c + 1) * n], w)).collect::<Vec<_>>()
     });
     members.collect::<Vec<_>>().concat()
 }
 
-/// Returns the places of the `w` largest scores, counted from `first`, in increasing order. NaN counts as largest, so
-/// that it is never dropped silently.
-fn largest<T: Real>(scores: &[T], first: usize, w: usize) -> Vec<u32> {
-    top_indices(scores, w).into_iter().map(|i| (first + i) as u32).collect()
+/// Returns the places of the `w` largest scores in increasing order. NaN counts as largest, so that it is never dropped
+/// silently.
+fn largest<T: Real>(scores: &[T], w: usize) -> Vec<u32> {
+    top_indices(scores, w).into_iter().map(|i| i as u32).collect()
 }
 
 /// Centroids whose scores are computed together.
@@ -136,10 +133,10 @@ pub(super) struct Recent {
 }
 
 impl Recent {
-    /// Groups the keys from `sinks` on by cluster.
-    pub(super) fn new(labels: &[u32], sinks: usize, clusters: usize, window: usize) -> Self {
-        let mut lists = vec![Vec::new(); clusters];
-        (sinks..labels.len()).for_each(|j| lists[labels[j] as usize].push(j as u32));
+    /// Groups the keys by cluster.
+    pub(super) fn new(labels: &[u32], clusters: usize, window: usize) -> Self {
+        let mut lists: Vec<Vec<u32>> = vec![Vec::new(); clusters];
+        (0..).zip(labels).for_each(|(j, &label)| lists[label as usize].push(j));
         let (mut places, mut first_block) = (Vec::with_capacity(clusters), vec![0]);
         let (mut start, mut block) = (0, 0);
         for list in &lists {

@@ -34,15 +34,12 @@ mod groups;
 #[cfg(test)]
 mod tests;
 
-use crate::engine::{
-    ALWAYS_LEAKS, Buckets, Fallback, FirstKeys, Join, always_leaks, attend_buckets, exact_group, exact_rows,
-};
+use crate::engine::{Buckets, Fallback, Join, attend_buckets, exact_group, exact_rows};
 use crate::group::{Group, GroupIndex, GroupPlan, GroupStream};
 use crate::method::{
     Accepted, Budget, Calibration, Claims, Cost, Family, Law, Learn, Method, Needs, Promise, RunInfo, Spec,
     Status, Support, Tunable, Withdrawn,
 };
-use crate::params::Indices;
 use crate::{Mask, Mat, MatRef, Problem, Real, Result, Spread};
 use attlas_num::cluster::Metric;
 use attlas_num::cluster::kmeans::assign_into;
@@ -94,8 +91,7 @@ pub static METHOD: Method = Method {
         ..Claims::BASE
     },
     probes: &[
-        &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("sinks", "2"), ("samples", "50")],
-        &[("clusters", "7"), ("window", "12"), ("sinks", "1"), ("always", "44+80")],
+        &[("clusters", "7"), ("window", "12"), ("prefix", "20"), ("samples", "50")],
         &[("clusters", "6"), ("window", "15"), ("merge", "mean"), ("fallback", "zero"), ("prefix", "9")],
         &[("clusters", "9"), ("window", "9"), ("merge", "multiset"), ("assignment", "top_w")],
         &[("clusters", "9"), ("window", "4"), ("fallback", "sink_window"), ("prefix", "5"), ("iters", "2")],
@@ -167,11 +163,6 @@ crate::params! {
         logits: Logits = Logits::Raw;
         /// Output of a query without keys; auto: nearest_centroid without a mask, self_key with one.
         fallback: Option<Unrouted> = None;
-        /// Keys at the start that every query sees exactly, outside the groups; not with merge = mean.
-        sinks: usize = 0, in 0..=1 << 30;
-        /// Positions of further keys that every query sees exactly, such as 0-3+17; positions past the last key are
-        /// ignored. With a causal mask, these and the sinks must be the first keys.
-        always: Indices = Indices::none(), in 0..=1 << 30;
         /// Causal problems without a calibration: number of first tokens, which attend exactly and whose keys give the
         /// centroids; auto takes the larger of a group and four tokens per centroid.
         prefix: Option<usize> = None, in 1..=1 << 30;
@@ -191,7 +182,7 @@ impl Spec for Params {
     fn supports(&self, p: &Problem) -> Support {
         let causal = p.mask == Mask::Causal;
         let Params { assignment, fallback, .. } = self;
-        Support::unless(always_leaks(p, self.sinks, &self.always), ALWAYS_LEAKS)
+        Support::yes()
             .and_unless(
                 causal && *assignment == Some(Assignment::TopW),
                 "top_w over a sequence depends on later tokens; use assignment = nearest_recent for a causal mask",
@@ -207,10 +198,6 @@ impl Spec for Params {
             .and_unless(
                 !causal && matches!(fallback, Some(Unrouted::SelfKey | Unrouted::SinkWindow)),
                 "self_key and sink_window need a causal mask; use fallback = nearest_centroid or zero",
-            )
-            .and_unless(
-                self.merge == Merge::Mean && (self.sinks > 0 || !self.always.is_empty()),
-                "an average over groups cannot be merged with sinks; use merge = union, or sinks = 0 and always = none",
             )
     }
 
@@ -282,12 +269,6 @@ impl Routing {
     fn join(&self) -> Join {
         if self.params.merge == Merge::Mean { Join::Mean } else { Join::LogSumExp }
     }
-
-    /// Returns the plan with the first keys as sinks.
-    fn with_first(&self, first: &FirstKeys) -> Self {
-        let params = Params { sinks: first.count(), always: Indices::none(), ..self.params.clone() };
-        Self { params, given: self.given.clone() }
-    }
 }
 
 /// Rows per task.
@@ -295,9 +276,6 @@ const ROWS: usize = 512;
 
 impl GroupPlan for Routing {
     fn cost(&self, p: &Problem) -> Cost {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, p.n_k) {
-            return self.with_first(&first).cost(p);
-        }
         let Sizes { clusters, window, prefix } = self.sizes(p.n_k, 0);
         let heads = (p.batch * p.n_heads) as u64;
         let tokens = heads * p.n_q as u64 + (p.batch * p.n_kv_heads * p.n_k) as u64;
@@ -311,7 +289,7 @@ impl GroupPlan for Routing {
         let pairs = match causal {
             true => heads * p.n_q as u64 * (2 * w + prefix.min(p.n_k) as u64),
             false => heads * clusters as u64 * w.min(p.n_q as u64) * w,
-        } + heads * (p.n_q * self.params.sinks.min(p.n_k)) as u64;
+        };
         Cost {
             setup_flops: route * (tokens + passes * fitted),
             run_flops: 2 * pairs.max(1) * (p.d + p.d_v) as u64,
@@ -326,9 +304,6 @@ impl GroupPlan for Routing {
         if g.n_k() == 0 || g.n_q() == 0 || self.raw() && covered {
             return Ok(RunInfo { status: Status::Exact, ..exact_group(&mut g)? });
         }
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, g.n_k()) {
-            return first.run(&mut g, |g| self.with_first(&first).run(g));
-        }
         let (n_q, n_k, d, heads, cx) = (g.n_q(), g.n_k(), g.k.cols(), g.q.heads(), g.cx);
         // Layer-normed queries, head after head, then keys.
         let mut normed = cx.scratch.take::<T>((heads * n_q + n_k) * d);
@@ -339,6 +314,8 @@ impl GroupPlan for Routing {
         let fitted = if causal { sizes.prefix.min(n_k) } else { heads * n_q + n_k };
         let found =
             if self.given.is_none() { centroid_scores(fitted, sizes.clusters, &self.params) } else { 0 };
+        g.out.fill(T::ZERO);
+        g.lse.fill(T::NEG_INFINITY);
         let info = if causal {
             let keys = heads * n_q..heads * n_q + sizes.prefix.min(n_k);
             let centroids = self.centroids(normed.sub_rows(keys), sizes, g.index);
@@ -353,37 +330,11 @@ impl GroupPlan for Routing {
     }
 
     fn stream<T: Real>(&self, p: &Problem, index: GroupIndex) -> Option<Box<dyn GroupStream<T>>> {
-        if let Some(first) = FirstKeys::new(self.params.sinks, &self.params.always, usize::MAX) {
-            return self.with_first(&first).stream(p, index);
-        }
         Some(Box::new(CentroidStream::new(self, p, index)))
     }
 }
 
 impl Routing {
-    /// Starts every row with the sinks it sees; returns pairs visited.
-    fn start<T: Real>(
-        &self,
-        g: &mut Group<'_, T>,
-        q: MatRef<'_, T>,
-        k: MatRef<'_, T>,
-        h: usize,
-        sinks: usize,
-    ) -> u64 {
-        let (n_q, d_v, band, v) = (g.n_q(), g.d_v(), g.band(), g.v.sub_rows(0..sinks));
-        let (scale, cx, k) = (self.scale(g.scale), g.cx, k.sub_rows(0..sinks));
-        let rows = h * n_q..(h + 1) * n_q;
-        g.out[rows.start * d_v..rows.end * d_v]
-            .par_chunks_mut(ROWS * d_v)
-            .zip(g.lse[rows].par_chunks_mut(ROWS))
-            .enumerate()
-            .for_each(|(t, (out, lse))| {
-                let q = q.sub_rows(t * ROWS..t * ROWS + lse.len());
-                exact_rows(q, k, v, None, scale, band.from_row(t * ROWS), cx, out, lse);
-            });
-        (0..n_q).map(|i| band.range(i, sinks).len() as u64).sum()
-    }
-
     /// Attends within the groups of each centroid's best queries and keys.
     fn top_w<T: Real>(
         &self,
@@ -393,17 +344,15 @@ impl Routing {
         sizes: Sizes,
     ) -> RunInfo {
         let (n_q, n_k, d_v, heads, cx) = (g.n_q(), g.n_k(), g.d_v(), g.q.heads(), g.cx);
-        let sinks = self.params.sinks.min(n_k);
-        let w = sizes.window.min(n_q).min(n_k - sinks);
+        let w = sizes.window.min(n_q).min(n_k);
         let norm_k = normed.sub_rows(heads * n_q..heads * n_q + n_k);
-        let keys = best_members(norm_k, sinks, centroids.as_ref(), w, cx);
+        let keys = best_members(norm_k, centroids.as_ref(), w, cx);
         let k = if self.raw() { g.k } else { norm_k };
         let mut info = RunInfo::default();
         for h in 0..heads {
             let norm_q = normed.sub_rows(h * n_q..(h + 1) * n_q);
             let q = if self.raw() { g.q.head(h) } else { norm_q };
-            info.keys_visited += self.start(g, q, k, h, sinks);
-            let queries = best_members(norm_q, 0, centroids.as_ref(), w, cx);
+            let queries = best_members(norm_q, centroids.as_ref(), w, cx);
             info.keys_visited += (n_q * centroids.rows()) as u64;
             let routed = Routed::new(&queries, &keys, n_q, n_k, self.params.merge == Merge::Union);
             let round = Buckets::new(queries.concat(), (0..=queries.len()).map(|c| c * w).collect());
@@ -438,12 +387,11 @@ impl Routing {
         sizes: Sizes,
     ) -> Result<RunInfo> {
         let (n_q, n_k, d_v, heads, cx) = (g.n_q(), g.n_k(), g.d_v(), g.q.heads(), g.cx);
-        let sinks = self.params.sinks.min(n_k);
         let norm_k = normed.sub_rows(heads * n_q..heads * n_q + n_k);
         let k = if self.raw() { g.k } else { norm_k };
         let mut labels = vec![0; n_k];
         assign_into(norm_k, centroids.as_ref(), Metric::Spherical, &mut labels);
-        let recent = Recent::new(&labels, sinks, centroids.rows(), sizes.window);
+        let recent = Recent::new(&labels, centroids.rows(), sizes.window);
         let visible: Vec<usize> = (0..n_q).map(|i| g.visible(i)).collect();
         let exact = visible.partition_point(|&n| n <= sizes.prefix);
         let scale = self.scale(g.scale);
@@ -451,7 +399,6 @@ impl Routing {
         for h in 0..heads {
             let norm_q = normed.sub_rows(h * n_q..(h + 1) * n_q);
             let q = if self.raw() { g.q.head(h) } else { norm_q };
-            info.keys_visited += self.start(g, q, k, h, sinks);
             let mut labels = vec![0; n_q];
             assign_into(norm_q, centroids.as_ref(), Metric::Spherical, &mut labels);
             info.keys_visited += (n_q * centroids.rows()) as u64;

@@ -10,7 +10,8 @@
 //! the `keys` largest. Then $o_i = \sum_{j \in U} f_{ij} v_j / Z_i$, $f = |\tau\langle q, k\rangle|^p$, where $Z_i$ is $\sum_U f$ (`over_u`), the full sum
 //! $\tau^2 q^\top K^\top K q$ (`exact2`, $p = 2$), or $\sum_U f$ plus an unbiased estimate of the rest from `draws` keys drawn once with
 //! $\pi \propto w$ (`sampled`). `weights = softmax` uses $e^{\tau\langle q, k\rangle}$ on the kept keys. A `window`
-//! adds near keys, block by block: every row sees at least its `window` nearest keys.
+//! adds near keys, block by block: every row sees at least its `window` nearest keys. It is a parameter here because a
+//! near field is merged by softmax's normaliser, which $|\langle q, k\rangle|^p$ has not.
 //!
 //! *With a causal mask* one set from all keys would leak. Rows of a block see the set of the prefix before the block
 //! and their own block. The leverage scores $\tau_j$ of a prefix only fall as keys arrive; rank-one updates of

@@ -9,49 +9,21 @@ use attlas_num::cluster::{Counts, Cut};
 use attlas_num::kernels::{AttendChosen, matvec, merge_lse, pages};
 use attlas_num::par::*;
 use attlas_num::{Mat, linalg};
-use std::ops::Range;
 
 /// Keys among which a task attends to the chosen ones; fixed, so that results do not depend on the number of threads.
 const ATTEND_PIECE: usize = 2048;
 
 impl Loki {
     /// Chooses keys by `scores`, like `choose` but on all threads. `counts` may hold the histograms of the scores.
-    pub(super) fn keep<T: Real>(&self, scores: &[T], counts: Option<&[Counts]>) -> RankedChoice {
+    pub(super) fn keep<T: Real>(&self, scores: &[T], counts: Option<&[Counts]>) -> Cut {
         let n = scores.len();
         if self.keeps_all(n) {
-            return RankedChoice { cut: Cut::ALL, head: 0, tail: n };
+            return Cut::ALL;
         }
-        let cut = match counts {
+        match counts {
             Some(counts) => Cut::counted(scores, counts, |_| 1, self.budget(n)),
             None => Cut::largest(scores, self.budget(n)),
-        };
-        RankedChoice { cut, head: self.params.sinks, tail: n - self.params.window }
-    }
-}
-
-/// Keys attended to when decoding.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RankedChoice {
-    /// Cut by score.
-    cut: Cut,
-    /// Keys before `head` and from `tail` on are attended to whatever their score.
-    head: usize,
-    tail: usize,
-}
-
-impl RankedChoice {
-    /// Lists the places of the attended keys among `keys`; returns their number. The list has one more place than there
-    /// are keys.
-    pub(super) fn places<T: Real>(&self, keys: Range<usize>, scores: &[T], places: &mut [u32]) -> usize {
-        let head = self.head.clamp(keys.start, keys.end);
-        let tail = self.tail.clamp(head, keys.end);
-        let all = |places: &mut [u32], part: Range<usize>| {
-            part.clone().zip(places).for_each(|(j, place)| *place = j as u32);
-            part.len()
-        };
-        let mut len = all(places, keys.start..head);
-        len += self.cut.places(&scores[head - keys.start..tail - keys.start], head, &mut places[len..]);
-        len + all(&mut places[len..], tail..keys.end)
+        }
     }
 }
 
@@ -110,7 +82,7 @@ impl<T: Real> Split<T> {
     #[allow(clippy::too_many_arguments)]
     fn attend_kept(
         &self,
-        kept: RankedChoice,
+        kept: Cut,
         by: &[T],
         heads: &[Query<'_, T>],
         scale: T,
@@ -138,7 +110,7 @@ impl<T: Real> Split<T> {
             .map(|(t, (part, part_lse))| {
                 let keys = t * ATTEND_PIECE..n.min((t + 1) * ATTEND_PIECE);
                 let mut chosen = cx.scratch.take::<u32>(keys.len() + 1);
-                let found = kept.places(keys.clone(), &by[keys], &mut chosen);
+                let found = kept.places(&by[keys.clone()], keys.start, &mut chosen);
                 let chosen = &chosen[..found];
                 let mut bias = cx.scratch.take::<T>(if split { found } else { 0 });
                 for ((o, l), head) in part.chunks_exact_mut(d_v).zip(part_lse.chunks_exact_mut(1)).zip(heads)

@@ -5,7 +5,7 @@
 //!
 //! **Math.** Calibration: eigenvectors $P$ of the covariance of the keys of each key head, descending. For a query,
 //! $\hat q = P^\top q$ and $a_j = \langle \hat q_{:r}, (P^\top k_j)_{:r} \rangle$; the chosen set holds the $k$ largest $a_j$ (ties to the
-//! smaller index), the first `sinks` and the last `window` visible keys; softmax attention over it. Ranking needs no
+//! smaller index); softmax attention over it. Ranking needs no
 //! softmax and no values, and the mean is never subtracted: it shifts all $a_j$ of a query equally. With
 //! `basis = qk_optimal`, the default, the ranking uses $\langle A_q^\top q, A_k^\top k \rangle$ with
 //! $U S W^\top = R_q^{1/2} \Sigma_k^{1/2}$, $A_q = R_q^{-1/2} U_r S_r^{1/2}$, $A_k = \Sigma_k^{-1/2} W_r S_r^{1/2}$:
@@ -65,16 +65,13 @@ pub static METHOD: Method = Method {
         exact_at: &[("keys", Budget::NumKeys)],
         drops: true,
         needs: Needs::Calibration,
-        except: &[
-            (Law::KeyOrder, "sinks and window keep keys by their position"),
-            (Law::HeadsAlone, "group_max chooses keys for all heads of a group together"),
-        ],
+        except: &[(Law::HeadsAlone, "group_max chooses keys for all heads of a group together")],
         spread: Spread::RANKS_KEYS,
         ..Claims::BASE
     },
     probes: &[
         &[("min_len", "1")],
-        &[("min_len", "1"), ("keys", "9"), ("rank", "3"), ("window", "5"), ("sinks", "2")],
+        &[("min_len", "1"), ("keys", "9"), ("rank", "3")],
         &[("min_len", "20"), ("fraction", "0.1"), ("variance", "0.7"), ("group_select", "group_max")],
         &[("min_len", "1"), ("basis", "pca"), ("rank", "2")],
     ],
@@ -120,10 +117,6 @@ crate::params! {
         keys: Option<usize> = None, in 1..=1 << 30;
         /// Share of the visible keys that is kept, rounded up.
         fraction: f64 = 0.25, in 0.0..=1.0;
-        /// Most recent visible keys that are always kept.
-        window: usize = 0, in 0..=1 << 30;
-        /// Keys at the start that are always kept.
-        sinks: usize = 0, in 0..=1 << 30;
         /// Heads that choose keys together: per_head for none, or group_max for a group of heads.
         group_select: GroupSelect = GroupSelect::PerHead;
         /// Basis that ranks keys: pca of the keys, or qk_optimal, which also uses the queries.
@@ -232,23 +225,13 @@ impl Loki {
 
     /// True if a row with `n` visible keys attends to all of them.
     fn keeps_all(&self, n: usize) -> bool {
-        let Params { window, sinks, min_len, .. } = self.params;
-        n < min_len || self.budget(n) >= n || window.saturating_add(sinks) >= n
+        n < self.params.min_len || self.budget(n) >= n
     }
 
     /// Writes the keys chosen by `scores`, in increasing order.
-    fn choose<T: Real>(&self, scores: &[T], ranked: &mut Vec<usize>, chosen: &mut Vec<usize>) {
+    fn choose<T: Real>(&self, scores: &[T], chosen: &mut Vec<usize>) {
         let n = scores.len();
-        chosen.clear();
-        if self.keeps_all(n) {
-            chosen.extend(0..n);
-            return;
-        }
-        select_top(scores, self.budget(n), ranked);
-        let (head, tail) = (self.params.sinks, n - self.params.window);
-        chosen.extend(0..head);
-        chosen.extend(ranked.iter().copied().filter(|&j| j >= head && j < tail));
-        chosen.extend(tail..n);
+        select_top(scores, if self.keeps_all(n) { n } else { self.budget(n) }, chosen);
     }
 
     /// Returns the heads whose scores decide for head `h`.
@@ -302,7 +285,7 @@ impl Loki {
                 })
                 .collect();
             let mut kept = self.attend_together(&mut block, &ranked, k, v, scale, cx);
-            let (mut order, mut chosen) = (Vec::new(), Vec::new());
+            let mut chosen = Vec::new();
             for (i, (out, lse)) in block.out.chunks_exact_mut(d_v).zip(block.lse.iter_mut()).enumerate() {
                 let scores = ranked[i].scores;
                 let n = scores.len();
@@ -312,7 +295,7 @@ impl Loki {
                     exact_rows(block.q.sub_rows(i..i + 1), k, v, None, scale, Band::ALL, cx, out, lse);
                     kept += n;
                 } else if !together(n) {
-                    self.choose(scores, &mut order, &mut chosen);
+                    self.choose(scores, &mut chosen);
                     *lse = attend_subset(block.q.row(i), k, v, &chosen, scale, &mut weights, out);
                     kept += chosen.len();
                 }
@@ -371,14 +354,8 @@ impl Loki {
                 };
                 let (seen, hidden) = row.split_at_mut(len.min(n - start));
                 hidden.fill(T::NEG_INFINITY);
-                // Sinks and the window are kept whatever their scores.
-                let inside = self.params.sinks.saturating_sub(start).min(seen.len())
-                    ..(n - self.params.window).saturating_sub(start).min(seen.len());
                 kept += seen.len();
-                if !inside.is_empty() {
-                    let scores = &ranked.scores[start..][inside.clone()];
-                    kept -= cut.hide_others(scores, start + inside.start, &mut seen[inside]);
-                }
+                kept -= cut.hide_others(&ranked.scores[start..][..seen.len()], start, seen);
                 let out = &mut block.out[i * d_v..(i + 1) * d_v];
                 sum[i] = add_weights(row, &mut top[i], sum[i], out);
             }
