@@ -583,8 +583,9 @@ fn products_in_narrow_types_are_named_and_their_cost_is_measured() {
         assert!(kl > 0.0 && kl < 0.01, "{compute}: {kl}");
     }
     let generate = ["generate", &model, "--prompt", "abc", "--max-tokens", "2"];
-    assert_eq!(json(&[&generate[..], &["--json"]].concat())["compute"], "f32");
-    let (status, _, err) = attlas(&[&generate[..], &["--compute", "int8"]].concat());
+    assert_eq!(json(&[&generate[..], &["--json", "--compute", "f32"]].concat())["compute"], "f32");
+    assert_eq!(json(&[&generate[..], &["--json"]].concat())["compute"], "int8");
+    let (status, _, err) = attlas(&generate);
     assert!(status == 0 && err.contains("products int8"), "{err}");
     let (status, _, err) = attlas(&[&generate[..], &["--compute", "int4"]].concat());
     assert!(status == 2 && err.contains("f32, bf16 or int8"), "{err}");
