@@ -303,7 +303,8 @@ impl Tuning<'_, '_, '_> {
             }
             if holds {
                 tuned.decode_from = Some(self.decode_from(&recipe, steps)?);
-                return Ok(true);
+                // An interruption would pass for slow decoding.
+                return Ok(!self.crew.any(self.run.stopped()));
             }
             target /= 3.0;
         }
