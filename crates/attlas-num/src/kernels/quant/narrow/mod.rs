@@ -11,7 +11,7 @@
 //! with the product with unrounded x, the error of an element is at most $\sum_b \tfrac12 s_b \sum_{i \in b} |w_i|$.
 //!
 //! Activations of language models have outliers, and the few blocks that hold them cause most of that error. Blocks whose
-//! $s_b^2$ exceeds the mean of the row are therefore rounded twice: their rounding errors are rounded to eight bits again, with
+//! $s_b^2$ exceeds twice the mean of the row are therefore rounded twice: their rounding errors are rounded to eight bits again, with
 //! a scale of their own, and multiplied as a second, sparse row. The choice depends on the row of x alone, so a row has
 //! the same integers alone and in a prompt.
 //!
