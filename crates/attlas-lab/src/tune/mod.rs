@@ -80,7 +80,7 @@ pub enum Effort {
     /// Two budgets per method, one run each; eight candidates per key head, two of them measured in the model on 128
     /// rows.
     Quick,
-    /// Four budgets; a dozen candidates, four of them in the model on 256 rows.
+    /// Five budgets; fourteen candidates, five of them in the model on 256 rows.
     #[default]
     Normal,
     /// Six budgets, three runs, also methods as published; two dozen candidates, all of the front in the model on 512
@@ -93,7 +93,7 @@ impl Effort {
     fn halvings(self) -> &'static [u32] {
         match self {
             Self::Quick => &[6, 4],
-            Self::Normal => &[6, 5, 4, 3],
+            Self::Normal => &[6, 5, 4, 3, 2],
             Self::Thorough => &[7, 6, 5, 4, 3, 2],
         }
     }
@@ -115,7 +115,7 @@ impl Effort {
     fn candidates(self) -> usize {
         match self {
             Self::Quick => 8,
-            Self::Normal => 12,
+            Self::Normal => 14,
             Self::Thorough => 24,
         }
     }
@@ -124,7 +124,7 @@ impl Effort {
     fn asked(self) -> usize {
         match self {
             Self::Quick => 2,
-            Self::Normal => 4,
+            Self::Normal => 5,
             Self::Thorough => usize::MAX,
         }
     }
