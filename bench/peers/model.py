@@ -162,7 +162,7 @@ def measure(cases, names, threads, repeats, recipe, seconds):
                 rate = len(steps) / decode if kind == "decode" else len(prompt) / prefill
                 yield dict(
                     case=case, side=name, threads=threads, tokens_per_second=rate, version=side.version(), cpu=cpu_model(),
-                    ceilings=ceilings,
+                    ceilings=ceilings, cache=side.how["cache"] if isinstance(side, Attlas) else None,
                 )
 
 
@@ -184,12 +184,12 @@ def model_file(name):
     return path
 
 
-def share(case, rate, ceilings):
+def share(case, rate, ceilings, cache):
     """Share of the machine's rate: 8-bit products in a prompt, bytes read while decoding."""
     kind, n = case.split(":")
     if kind == "prefill":
         return rate * ceilings["products"] / ceilings["int8_per_second"]
-    return rate * (ceilings["stored"] + int(n) * ceilings["cached"]) / ceilings["read_per_second"]
+    return rate * (ceilings["stored"] + int(n) * ceilings["cached"][cache]) / ceilings["read_per_second"]
 
 
 def table(records, model):
@@ -203,9 +203,9 @@ def table(records, model):
     lines += [
         f"CPU {records[-1]['cpu']}; " + "; ".join(f"{side} {version}" for side, version in last.items())
         + f"; median of {statistics.median([c for c in counts if c] or [0]):.0f} alternating runs.",
-        "Command: `bench/peers/model.py`. Tokens per second. `attlas` multiplies in f32; `int8` with `--compute int8`, as llama.cpp does;",
-        "`bf16` with `--method exact --set precision=bf16`: operands of attention in 16 bits, sums in f32, as llama.cpp keeps its keys and",
-        "values in f16.", "",
+        "Command: `bench/peers/model.py`. Tokens per second. `attlas` multiplies in f32; `int8` with `--compute int8`; `bf16` with",
+        "`--method exact --set precision=bf16`: operands of attention in 16 bits, sums in f32; `bf16 cache` with `--cache bf16`.",
+        "llama.cpp rounds activations to eight bits and stores keys and values in f16.", "",
         "| threads | case | " + " | ".join(HEADINGS[s] for s in sides) + " |",
         "|---|---|" + "---|" * len(sides),
     ]
@@ -213,19 +213,19 @@ def table(records, model):
     over, shares = [], []
     for threads in sorted({r["threads"] for r in records}):
         for case in cases:
-            rates, of = {}, {}
+            rates, of, cache = {}, {}, {}
             for side in sides:
                 runs = [r for r in records if (r["case"], r["side"], r["threads"]) == (case, side, threads)]
                 if runs:
                     rates[side] = statistics.median(r["tokens_per_second"] for r in runs)
-                    of[side] = runs[-1].get("ceilings")
+                    of[side], cache[side] = runs[-1].get("ceilings"), runs[-1].get("cache")
             if not rates:
                 continue
             start = f"| {threads} | {case.replace(':', ' ')} |"
             lines.append(start + "".join(f" {rates[s]:.1f} |" if s in rates else " - |" for s in sides))
             ratio = lambda a, b: f" {rates[a] / rates[b]:.2f} |" if a in rates and b in rates else " - |"
             over.append(start + "".join(ratio(a, b) for b in peers for a in ours))
-            part = lambda s: f" {100 * share(case, rates[s], of[s]):.0f} % |" if of.get(s) else " - |"
+            part = lambda s: f" {100 * share(case, rates[s], of[s], cache[s]):.0f} % |" if of.get(s) else " - |"
             shares.append(start + "".join(part(s) for s in ours))
     if peers and ours:
         lines += ["", "Ratios, attlas over the peer:", "", "| threads | case | "
@@ -236,8 +236,8 @@ def table(records, model):
         c = found[-1]
         lines += [
             "",
-            f"Shares of what the machine does on the same threads: products of prompts, attention left out, of {c['int8_per_second'] / 1e12:.2f} T",
-            f"multiplications and additions of eight bits a second; bytes of weights and cached f32 read while decoding, of {c['read_per_second'] / 1e9:.1f} GB/s.",
+            f"Shares of the machine's rates on the same threads: for prompts, products without attention, of {c['int8_per_second'] / 1e12:.2f} T 8-bit",
+            f"multiplications and additions a second; for decoding, bytes of weights and cache, of {c['read_per_second'] / 1e9:.1f} GB/s.",
             "", "| threads | case | " + " | ".join(HEADINGS[a] for a in ours) + " |", "|---|---|" + "---|" * len(ours),
         ] + shares
     return "\n".join(lines) + "\n"

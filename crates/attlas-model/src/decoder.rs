@@ -368,8 +368,7 @@ impl Decoder {
             lengthen(&mut state.table, c.rope.as_ref(), c, total);
             lengthen(&mut state.local_table, c.local_rope.as_ref(), c, total);
             if tokens.len() > 1 {
-                let own = state.layers.iter_mut().filter(|l| l.latents.is_none() && l.keeps_numbers());
-                own.for_each(|l| l.cache.reserve(total));
+                state.reserve(c, total);
             }
             let parts = tokens.chunks(chunk);
             let last = parts.len().saturating_sub(1);
@@ -530,6 +529,24 @@ fn lengthen(table: &mut Option<Table<f32>>, rope: Option<&Rope>, c: &ModelConfig
 }
 
 impl DecoderState {
+    /// Reserves memory for prompts of `tokens` tokens in all.
+    fn reserve(&mut self, c: &ModelConfig, tokens: usize) {
+        let mut unpacks = false;
+        for layer in self.layers.iter_mut().filter(|l| l.latents.is_none() && !l.streamed) {
+            match &mut layer.packed {
+                Some(packed) => {
+                    packed.reserve(tokens);
+                    unpacks = true;
+                }
+                None => layer.cache.reserve(tokens),
+            }
+        }
+        if unpacks {
+            let empty = || KvCache::new(1, c.n_kv_heads, c.head_dim, c.head_dim, 0);
+            self.spare.get_or_insert_with(empty).reserve(tokens);
+        }
+    }
+
     fn truncate(&mut self, len: usize) {
         let back = |l: &LayerState| l.streamed && l.streams().any(|s| s.len() > len);
         let len = if self.layers.iter().any(back) { 0 } else { len };
@@ -612,7 +629,7 @@ impl DecoderState {
         observer: &mut dyn Observer,
     ) -> Result<()> {
         let (d, q_width) = (c.hidden, c.n_heads * c.head_dim);
-        self.layers[l].begin(&mut self.spare)?;
+        self.layers[l].begin(&mut self.spare);
         let q = sized(&mut buffers.q, x.len() / d * q_width);
         let mut at = 0;
         for piece in pieces {
@@ -631,6 +648,7 @@ impl DecoderState {
                 }
             }
         }
+        self.layers[l].unpack();
         Ok(())
     }
 
@@ -726,14 +744,15 @@ impl DecoderState {
         }
         observer.projected(l, first, q, k, v);
         let dims = [1, c.n_kv_heads, n, dh];
-        let LayerState { cache, packed, streamed, direct, .. } = &mut self.layers[l];
+        let LayerState { cache, packed, streamed, .. } = &mut self.layers[l];
         match packed {
-            Some(packed) if !*streamed => packed.take(k, v, (!*direct).then_some(cache)),
-            _ => Ok(cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?),
+            Some(packed) if !*streamed => packed.take(k, v),
+            _ => cache.append(TensorRef::bnhd(k, dims)?, TensorRef::bnhd(v, dims)?)?,
         }
+        Ok(())
     }
 
-    /// Attends in layer `l` with the queries of the last `n` tokens.
+    /// Attends in layer `l` with the queries of the last tokens.
     fn attend_layer(
         &mut self,
         c: &ModelConfig,
@@ -742,14 +761,7 @@ impl DecoderState {
         sinks: Option<&[f32]>,
         out: &mut [f32],
     ) -> Result<()> {
-        let n = q.len() / (c.n_heads * c.head_dim);
-        let layer = &mut self.layers[l];
-        let info = if layer.direct {
-            layer.attend_packed(c, q, sinks, out, &self.inner[0])
-        } else {
-            let q = TensorRef::bnhd(q, [1, c.n_heads, n, c.head_dim])?;
-            layer.attend(c, q, sinks, out, &mut self.inner)?
-        };
+        let info = self.layers[l].attend(c, q, sinks, out, &mut self.inner)?;
         self.info = std::mem::take(&mut self.info).merge(info);
         Ok(())
     }

@@ -6,6 +6,8 @@
 use crate::problem::Dims;
 use crate::{Error, Real, Result, TensorRef};
 use attlas_num::kernels::pages;
+use attlas_num::par::*;
+use std::ops::Range;
 
 /// Keys and values of every key head, appended token by token or chunk by chunk.
 #[derive(Clone, Debug)]
@@ -57,9 +59,7 @@ impl<T: Real> KvCache<T> {
                 return Err(Error::shape(what, format!("{want:?}"), format!("{dims:?}")));
             }
         }
-        if self.len + tokens > self.capacity {
-            self.grow((self.len + tokens).max(2 * self.capacity).max(64));
-        }
+        self.make_room(tokens);
         for (store, x, width) in [(&mut self.k, k, self.d), (&mut self.v, v, self.d_v)] {
             for b in 0..self.batch {
                 for h in 0..self.n_kv_heads {
@@ -71,6 +71,30 @@ impl<T: Real> KvCache<T> {
         }
         self.len += tokens;
         Ok(())
+    }
+
+    /// Appends `tokens` tokens whose rows `fill` writes, on the threads of the current pool. It receives a head, counted
+    /// through the batch, some of the new tokens, and the room for their keys and for their values.
+    pub fn append_with(
+        &mut self,
+        tokens: usize,
+        fill: impl Fn(usize, Range<usize>, &mut [T], &mut [T]) + Sync,
+    ) {
+        self.make_room(tokens);
+        let (d, d_v, first) = (self.d, self.d_v, self.len);
+        let keys = self.k.par_chunks_exact_mut((self.capacity * d).max(1));
+        let values = self.v.par_chunks_exact_mut((self.capacity * d_v).max(1));
+        // A few rows take less time than handing them out.
+        let min = if tokens < BLOCK { usize::MAX } else { 1 };
+        keys.zip(values).with_max_len(1).with_min_len(min).enumerate().for_each(|(head, (k, v))| {
+            let (k, v) = (&mut k[first * d..][..tokens * d], &mut v[first * d_v..][..tokens * d_v]);
+            let blocks = k.par_chunks_mut((BLOCK * d).max(1)).zip(v.par_chunks_mut((BLOCK * d_v).max(1)));
+            blocks.with_max_len(1).enumerate().for_each(|(i, (k, v))| {
+                let some = i * BLOCK..tokens.min((i + 1) * BLOCK);
+                fill(head, some, k, v);
+            });
+        });
+        self.len += tokens;
     }
 
     /// Forgets all but the first `len` tokens; does nothing if there are fewer.
@@ -100,6 +124,12 @@ impl<T: Real> KvCache<T> {
         }
     }
 
+    fn make_room(&mut self, tokens: usize) {
+        if self.len + tokens > self.capacity {
+            self.grow((self.len + tokens).max(2 * self.capacity).max(64));
+        }
+    }
+
     fn grow(&mut self, capacity: usize) {
         let heads = self.batch * self.n_kv_heads;
         for (store, width) in [(&mut self.k, self.d), (&mut self.v, self.d_v)] {
@@ -117,6 +147,9 @@ impl<T: Real> KvCache<T> {
 /// Per-head size in bytes above which storage uses large pages. Below it, reserved but unused capacity would be backed by
 /// whole pages.
 const LARGE: usize = 16 << 20;
+
+/// Tokens of a head that one task writes: keys and values of 64 numbers fill 128 KiB.
+const BLOCK: usize = 256;
 
 fn room<T: Real>(heads: usize, each: usize) -> Vec<T> {
     let large = each.saturating_mul(size_of::<T>()) >= LARGE;

@@ -3,11 +3,12 @@
 
 use attlas::{Options, Schedule};
 use attlas_lab::text::open_model;
+use attlas_model::kept::CacheFormat;
 use attlas_model::{Decoder, Model, Recipe, Weights};
 use attlas_num::kernels::quant::narrow;
 use attlas_num::kernels::{pages, read_sum};
 use rayon::prelude::*;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::io::{BufRead, Write};
 use std::path::Path;
 use std::time::Instant;
@@ -67,7 +68,8 @@ fn run(
 }
 
 /// Rates of 8-bit multiplications and additions and of bytes read, per second, and a token's use of both: the
-/// operations of its matrices in a prompt, and the bytes of all matrices and of a cached token while decoding.
+/// operations of its matrices in a prompt, and while decoding the bytes of all matrices and, for each format of the cache, of a
+/// cached token.
 fn ceilings(threads: usize, model: &Model) -> Result<Value, Box<dyn std::error::Error>> {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build()?;
     let (mut operations, mut bytes) = (0.0f64, 0.0f64);
@@ -93,7 +95,9 @@ fn ceilings(threads: usize, model: &Model) -> Result<Value, Box<dyn std::error::
     }
     stored += weights.output.matrices().map(|m| m.bytes().len()).sum::<usize>();
     let c = &model.config;
-    let cached = 2 * 4 * c.n_layers * c.n_kv_heads * c.head_dim;
+    let cached = |format: CacheFormat| 2 * c.n_layers * c.n_kv_heads * format.row_bytes(c.head_dim);
+    let cached: Map<String, Value> =
+        CacheFormat::ALL.into_iter().map(|f| (f.name().to_owned(), cached(f).into())).collect();
     Ok(json!({
         "int8_per_second": operations, "read_per_second": bytes, "products": products, "stored": stored, "cached": cached,
     }))

@@ -69,9 +69,9 @@ pub(super) struct LayerState {
     pub(super) ahead: usize,
     /// Number of tokens below which new tokens attend exactly.
     pub(super) decode_from: usize,
-    /// Packed keys and values, if they are packed; the cache has them unpacked while the layer attends.
+    /// Packed keys and values, if they are packed; the cache has those unpacked that the current call needs.
     pub(super) packed: Option<Packed>,
-    /// True if the current call attends to packed keys where they lie.
+    /// True if exact attention of the current call reads packed keys where they lie.
     pub(super) direct: bool,
     /// The cache of a layer that attends as a whole, which uses none of the other fields.
     pub(super) latents: Option<Box<dyn LayerCache>>,
@@ -83,6 +83,8 @@ pub(super) struct Part {
     pub(super) run: HeadRun,
     /// The stream of heads that decode by one, created on first use.
     stream: Option<Box<dyn Stream>>,
+    /// True once the method for new tokens turned out to have no stream.
+    streamless: bool,
     /// Plans of exact attention, for prompts and for decoding, with room for more tokens than there are.
     plans: [Option<Box<dyn Plan>>; 2],
     /// Log-sum-exps of a call, if an extra logit needs them.
@@ -99,11 +101,14 @@ struct Call<'a> {
     layer: usize,
     window: Option<usize>,
     cache: &'a KvCache<f32>,
+    /// Packed keys, if exact attention reads them where they lie; the cache then has the new token alone.
+    packed: Option<&'a Packed>,
     streamed: bool,
     ahead: usize,
     decode_from: usize,
-    /// Queries of the last tokens, `[1, heads, n, head_dim]`.
-    q: TensorRef<'a, f32>,
+    /// Queries of the last `n` tokens, `[n, heads, head_dim]`.
+    q: &'a [f32],
+    n: usize,
     sinks: Option<&'a [f32]>,
 }
 
@@ -180,53 +185,45 @@ impl LayerState {
         }
     }
 
-    /// Returns true if `n` tokens can attend to packed keys where they lie: one, in a layer that decodes exactly.
+    /// Returns true if `n` tokens attend without unpacking earlier keys: one, if each head attends exactly or has a
+    /// stream that knows all earlier tokens.
     pub(super) fn reads_packed(&self, n: usize) -> bool {
         // Products of packed keys are computed in single precision, whatever the options of exact attention say.
-        let exact = |p: &Part| p.run.attending(true).is_baseline();
-        let some = self.packed.as_ref().is_some_and(|packed| packed.len() > 0);
-        n == 1 && some && !self.streamed && self.parts.iter().all(exact)
+        let earlier = self.packed.as_ref().map_or(0, Packed::len);
+        let ready = |p: &Part| {
+            p.decodes_exactly(earlier + 1, self.decode_from)
+                || p.stream.as_ref().is_some_and(|s| s.len() == earlier)
+        };
+        // Other methods are refused where a window leaves out keys.
+        let whole = self.window.is_none_or(|w| earlier < w);
+        let fits = |p: &Part| whole || p.run.attending(true).is_baseline();
+        n == 1 && earlier > 0 && !self.streamed && self.parts.iter().all(|p| ready(p) && fits(p))
     }
 
-    /// Attends with the queries `[heads, head_dim]` of one token to packed keys.
-    pub(super) fn attend_packed(
-        &mut self,
-        c: &ModelConfig,
-        q: &[f32],
-        sinks: Option<&[f32]>,
-        out: &mut [f32],
-        ws: &Workspace,
-    ) -> RunInfo {
-        let Some(packed) = &self.packed else { unreachable!("seen by `reads_packed`") };
-        let (n_k, d) = (packed.len(), c.head_dim);
-        let oldest = self.window.map_or(0, |w| n_k.saturating_sub(w));
-        let mut lse = ws.scratch().take::<f32>(c.n_heads);
-        let on = (ws.schedule(), ws.scratch());
-        packed.attend(q, oldest..n_k, c.attention_softcap, on, out, &mut lse);
-        if let Some(sinks) = sinks {
-            weigh_sinks(sinks, &lse, d, c.n_heads * d, out);
+    /// Takes the storage shared by all layers if the current call needs numbers and the layer stores none.
+    pub(super) fn begin(&mut self, spare: &mut Option<KvCache<f32>>) {
+        if !self.keeps_numbers() {
+            if let Some(storage) = spare.take() {
+                self.cache = storage;
+            }
+            self.cache.truncate(0);
         }
-        RunInfo::visited((c.n_heads * (n_k - oldest)) as u64)
     }
 
-    /// Prepares the cache of a layer that stores no numbers in it, in storage shared by all layers.
-    pub(super) fn begin(&mut self, spare: &mut Option<KvCache<f32>>) -> Result<()> {
-        if self.keeps_numbers() || self.direct {
-            return Ok(());
-        }
-        if let Some(storage) = spare.take() {
-            self.cache = storage;
-        }
-        self.cache.truncate(0);
-        match &self.packed {
-            Some(packed) if !self.streamed => packed.unpack_into(&mut self.cache),
-            _ => Ok(()),
+    /// Unpacks the keys and values that the current call reads as numbers: all, or the new token's for streams.
+    pub(super) fn unpack(&mut self) {
+        let Some(packed) = self.packed.as_ref().filter(|_| !self.streamed) else { return };
+        if !self.direct {
+            packed.unpack_into(0, &mut self.cache);
+        } else if self.streams().next().is_some() {
+            packed.unpack_into(packed.len() - 1, &mut self.cache);
         }
     }
 
     /// Returns the shared storage.
     pub(super) fn end(&mut self, spare: &mut Option<KvCache<f32>>) {
-        if !std::mem::take(&mut self.direct) && !self.keeps_numbers() {
+        self.direct = false;
+        if !self.keeps_numbers() {
             let (_, heads, d) = self.cache.sizes();
             let mut storage = std::mem::replace(&mut self.cache, KvCache::new(1, heads, d, d, 0));
             storage.truncate(0);
@@ -254,22 +251,24 @@ impl LayerState {
         self.parts.iter_mut().for_each(|p| p.stream = None);
     }
 
-    /// Attends with queries `[1, heads, n, head_dim]` of the last tokens. For a new token the parts run in parallel,
-    /// each with its own workspace: one head's choice of keys is too little work for several threads.
+    /// Attends with queries `[n, heads, head_dim]` of the last tokens. For a new token the parts run in parallel, each
+    /// with its own workspace: one head's choice of keys is too little work for several threads.
     pub(super) fn attend(
         &mut self,
         c: &ModelConfig,
-        q: TensorRef<'_, f32>,
+        q: &[f32],
         sinks: Option<&[f32]>,
         out: &mut [f32],
         workspaces: &mut Vec<Workspace>,
     ) -> Result<RunInfo> {
-        let Self { index: layer, window, parts, cache, streamed, ahead, decode_from, .. } = self;
+        let Self { index: layer, window, parts, cache, packed, direct, streamed, ahead, decode_from, .. } =
+            self;
         let (layer, window, streamed, ahead) = (*layer, *window, *streamed, *ahead);
-        let decode_from = *decode_from;
-        let call = Call { c, layer, window, cache, streamed, ahead, decode_from, q, sinks };
+        let (decode_from, packed) = (*decode_from, packed.as_ref().filter(|_| *direct));
+        let n = q.len() / (c.n_heads * c.head_dim);
+        let call = Call { c, layer, window, cache, packed, streamed, ahead, decode_from, q, n, sinks };
         let mut info = RunInfo::default();
-        if parts.len() == 1 || q.dims()[2] > 1 {
+        if parts.len() == 1 || n > 1 {
             for part in parts {
                 let out = &mut out[part.run.heads.start * c.head_dim..];
                 info = info.merge(part.attend(&call, out, &mut workspaces[0])?);
@@ -295,7 +294,13 @@ impl LayerState {
 
 impl Part {
     fn new(run: HeadRun) -> Self {
-        Self { run, stream: None, plans: [None, None], lse: Vec::new(), rows: Vec::new(), done: None }
+        let (lse, rows) = (Vec::new(), Vec::new());
+        Self { run, stream: None, streamless: false, plans: [None, None], lse, rows, done: None }
+    }
+
+    /// Returns true if the newest of `n_k` tokens attends exactly.
+    fn decodes_exactly(&self, n_k: usize, decode_from: usize) -> bool {
+        self.run.attending(true).is_baseline() || n_k < decode_from || self.streamless
     }
 
     /// Creates an empty stream, planned as for a prompt of `tokens` tokens.
@@ -313,7 +318,7 @@ impl Part {
         if let Some(method) = [of_run(false), of_run(true)].into_iter().find(|m| !m.claims.lse) {
             return Err(without_lse(method));
         }
-        let (heads, n) = (self.run.heads.clone(), call.q.dims()[2]);
+        let (heads, n) = (self.run.heads.clone(), call.n);
         let mut lse = std::mem::take(&mut self.lse);
         lse.clear();
         lse.resize(heads.len() * n, 0.0);
@@ -334,11 +339,14 @@ impl Part {
         out: &mut [f32],
         ws: &mut Workspace,
     ) -> Result<RunInfo> {
+        if let Some(packed) = call.packed {
+            return self.attend_packed(call, packed, lse, out, ws);
+        }
         let (c, run) = (call.c, &self.run);
-        let (n, n_k, dh) = (call.q.dims()[2], call.cache.len(), c.head_dim);
+        let (n, n_k, dh) = (call.n, call.cache.len(), c.head_dim);
         let problem = Problem::new(run.heads.len(), n, dh).with_kv_heads(run.groups.len()).causal();
         let problem = problem.with_softcap(c.attention_softcap);
-        let q = call.q.heads(run.heads.clone());
+        let q = call.queries(&run.heads)?;
         let strides = [0, dh, c.n_heads * dh];
         let out = TensorMut::new(out, [1, run.heads.len(), n, dh], strides)?;
         let mut out = Out { o: out, lse }.into();
@@ -369,11 +377,12 @@ impl Part {
             }
             return Ok(stream.extend(&inputs, &mut out, ws)?);
         }
-        if decodes && !choice.is_baseline() && n_k >= call.decode_from {
+        if decodes && !self.decodes_exactly(n_k, call.decode_from) {
             if self.stream.is_none() {
                 // Planned as the prompt would be.
                 let plan = choice.plan(&problem.with_lens(n_k, n_k))?;
                 self.stream = plan.stream(DType::F32);
+                self.streamless = self.stream.is_none();
             }
             if let Some(stream) = &mut self.stream {
                 let missing = stream.len()..n_k;
@@ -403,5 +412,106 @@ impl Part {
             None => choice.plan(&problem)?,
         };
         Ok(plan.execute(&inputs, &mut out, ws)?)
+    }
+
+    /// Attends with one token, exactly to packed keys where they lie, or by a stream that knows the earlier tokens.
+    fn attend_packed(
+        &mut self,
+        call: &Call<'_>,
+        packed: &Packed,
+        lse: Option<&mut [f32]>,
+        out: &mut [f32],
+        ws: &mut Workspace,
+    ) -> Result<RunInfo> {
+        let (c, heads, groups) = (call.c, self.run.heads.clone(), self.run.groups.clone());
+        let (n_k, dh) = (packed.len(), c.head_dim);
+        let out = &mut out[..heads.len() * dh];
+        if !self.decodes_exactly(n_k, call.decode_from) {
+            let Some(stream) = &mut self.stream else { unreachable!("seen by `reads_packed`") };
+            let out = TensorMut::new(out, [1, heads.len(), 1, dh], [0, dh, dh])?;
+            let (keys, values) =
+                (call.cache.keys()?.heads(groups.clone()), call.cache.values()?.heads(groups));
+            stream.push(keys.into(), values.into(), ws)?;
+            return Ok(stream.attend(call.queries(&heads)?.into(), &mut Out { o: out, lse }.into(), ws)?);
+        }
+        let oldest = call.window.map_or(0, |w| n_k.saturating_sub(w));
+        let q = &call.q[heads.start * dh..heads.end * dh];
+        let on = (ws.schedule(), ws.scratch());
+        let mut own = ws.scratch().take::<f32>(if lse.is_some() { 0 } else { heads.len() });
+        let lse = lse.unwrap_or(&mut own);
+        packed.attend(q, (groups, oldest..n_k), c.attention_softcap, on, out, lse);
+        Ok(RunInfo::visited((heads.len() * (n_k - oldest)) as u64))
+    }
+}
+
+impl<'a> Call<'a> {
+    /// Returns the queries of `heads`.
+    fn queries(&self, heads: &Range<usize>) -> Result<TensorRef<'a, f32>> {
+        let all = TensorRef::bnhd(self.q, [1, self.c.n_heads, self.n, self.c.head_dim])?;
+        Ok(all.heads(heads.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kept::CacheFormat;
+    use crate::{Model, Recipe};
+    use attlas::Schedule;
+    use std::path::Path;
+
+    /// Outputs of the tokens after a prompt, each of which reads packed keys in place where it can or never does.
+    fn outputs(recipe: &str, format: CacheFormat, in_place: bool, threads: usize) -> Vec<f32> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../goldens/model/families/granite");
+        let c = Model::open(&folder).unwrap().config;
+        let parts = Recipe::from_toml(recipe).unwrap().resolve(&c).unwrap().swap_remove(0);
+        assert!(parts.len() > 1, "the layer is mixed");
+        let mut layer = LayerState::new(0, parts, &c);
+        layer.decode_from = Recipe::from_toml(recipe).unwrap().decode_from;
+        layer.packed = Packed::new(format, c.n_kv_heads, c.head_dim);
+        let mut workspaces = vec![Workspace::new(Schedule { threads, ..Schedule::default() }).unwrap()];
+        let (mut spare, mut all, mut unpacked) = (None, Vec::new(), 0usize);
+        let number = |i: usize| ((i * 7919 % 2003) as f32 - 1000.0) / 400.0;
+        let mut seed = 0;
+        for n in [530usize, 1, 1, 1, 1, 1, 1] {
+            let mut rows = |heads: usize| {
+                seed += 1;
+                (0..n * heads * c.head_dim).map(|i| number(i + seed * 101)).collect::<Vec<f32>>()
+            };
+            let (q, k, v) = (rows(c.n_heads), rows(c.n_kv_heads), rows(c.n_kv_heads));
+            layer.direct = in_place && layer.reads_packed(n);
+            layer.begin(&mut spare);
+            layer.packed.as_mut().unwrap().take(&k, &v);
+            layer.unpack();
+            unpacked += usize::from(layer.cache.len() >= 530);
+            let mut out = vec![f32::NAN; q.len()];
+            layer.attend(&c, &q, None, &mut out, &mut workspaces).unwrap();
+            layer.end(&mut spare);
+            assert!(layer.cache.is_empty() && out.iter().all(|x| x.is_finite()));
+            all.extend(out);
+        }
+        // The prompt, and the first token that looks for a stream.
+        assert_eq!(unpacked, if in_place { 2 } else { 7 });
+        all
+    }
+
+    #[test]
+    fn heads_of_a_mixed_layer_read_packed_keys_in_place_to_the_same_bits() {
+        let rule = "[[rule]]\nheads = '0'\nmethod = ";
+        let window = "'sink_window'\nparams = { sinks = 4, window = 64 }\n";
+        // A method with a stream, one without, and a stream that begins later.
+        for recipe in [
+            format!("version = 1\n{rule}{window}"),
+            format!("version = 1\n{rule}'smyrf'\n"),
+            format!("version = 1\ndecode_from = 534\n{rule}{window}"),
+        ] {
+            for format in [CacheFormat::Bf16, CacheFormat::Q8] {
+                let want = outputs(&recipe, format, false, 2);
+                for threads in [1, 2] {
+                    let got = outputs(&recipe, format, true, threads);
+                    assert!(got.iter().map(|x| x.to_bits()).eq(want.iter().map(|x| x.to_bits())), "{recipe}");
+                }
+            }
+        }
     }
 }

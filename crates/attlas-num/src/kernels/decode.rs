@@ -75,11 +75,11 @@ impl<S: Simd> Stored<S> for MatRef<'_, S::T> {
     }
 }
 
-/// Rows in bfloat16.
+/// Packed rows: bfloat16, or 8-bit integers with each block of 32 behind its scale.
 #[derive(Clone, Copy)]
-struct Halves<'a>(PackedRows<'a>);
+struct InPlace<'a, const SCALED: bool>(PackedRows<'a>);
 
-impl<S: Simd> Stored<S> for Halves<'_> {
+impl<S: Simd, const SCALED: bool> Stored<S> for InPlace<'_, SCALED> {
     #[inline(always)]
     fn width(self) -> usize {
         self.0.cols()
@@ -90,36 +90,15 @@ impl<S: Simd> Stored<S> for Halves<'_> {
     }
     #[inline(always)]
     fn offset(at: usize) -> usize {
-        2 * at
-    }
-    #[inline(always)]
-    unsafe fn load(s: S, row: *const u8, at: usize, part: usize) -> S::V {
-        // SAFETY: passed on from the caller.
-        unsafe { s.load_bf16(row.add(2 * at), part) }
-    }
-}
-
-/// Rows of 8-bit integers, each block of 32 behind its scale.
-#[derive(Clone, Copy)]
-struct Scaled<'a>(PackedRows<'a>);
-
-impl<S: Simd> Stored<S> for Scaled<'_> {
-    #[inline(always)]
-    fn width(self) -> usize {
-        self.0.cols()
-    }
-    #[inline(always)]
-    fn start(self, row: usize) -> *const u8 {
-        self.0.row(row).as_ptr()
-    }
-    #[inline(always)]
-    fn offset(at: usize) -> usize {
-        at / 32 * 36 + at % 32
+        if SCALED { at / 32 * 36 + at % 32 } else { 2 * at }
     }
     #[inline(always)]
     unsafe fn load(s: S, row: *const u8, at: usize, part: usize) -> S::V {
         // SAFETY: passed on from the caller. A register lies in one block, whose scale comes first.
         unsafe {
+            if !SCALED {
+                return s.load_bf16(row.add(2 * at), part);
+            }
             let block = row.add(at / 32 * 36);
             let scale = block.cast::<f32>().read_unaligned();
             let numbers = s.load_i8(block.add(4 + at % 32), part);
@@ -235,25 +214,29 @@ pub(super) fn attend_packed<S: Simd<T = f32>>(
     lse: &mut [f32],
 ) {
     let (rows, cols) = (job.q.rows(), job.v.cols());
-    let (scale, softcap) = (job.scale, job.softcap);
     for first in (0..rows).step_by(ROWS_MAX) {
         let some = first..(first + ROWS_MAX).min(rows);
         let q = job.q.sub_rows(some.clone());
         let (out, lse) = (&mut out[some.start * cols..some.end * cols], &mut lse[some]);
-        let seen = 0..job.k.rows();
         match job.k.format() {
-            RowFormat::Bf16 => {
-                let (k, v) = (Halves(job.k), Halves(job.v));
-                let few = Few { q, k, v, scale, softcap, bias: None, rounded: false };
-                attend_few(s, few, InOrder, seen, scratch, out, lse);
-            }
-            RowFormat::Q8 => {
-                let (k, v) = (Scaled(job.k), Scaled(job.v));
-                let few = Few { q, k, v, scale, softcap, bias: None, rounded: false };
-                attend_few(s, few, InOrder, seen, scratch, out, lse);
-            }
+            RowFormat::Bf16 => attend_in_place::<S, false>(s, job, q, scratch, out, lse),
+            RowFormat::Q8 => attend_in_place::<S, true>(s, job, q, scratch, out, lse),
         }
     }
+}
+
+#[inline(always)]
+fn attend_in_place<S: Simd<T = f32>, const SCALED: bool>(
+    s: S,
+    job: &AttendPacked<'_>,
+    q: MatRef<'_, f32>,
+    scratch: &Scratch,
+    out: &mut [f32],
+    lse: &mut [f32],
+) {
+    let (k, v) = (InPlace::<SCALED>(job.k), InPlace::<SCALED>(job.v));
+    let few = Few { q, k, v, scale: job.scale, softcap: job.softcap, bias: None, rounded: false };
+    attend_few(s, few, InOrder, 0..job.k.rows(), scratch, out, lse);
 }
 
 /// Attention of at most `ROWS_MAX` rows to the keys at the places `seen`.
@@ -271,11 +254,14 @@ fn attend_few<S: Simd, P: Places, K: Stored<S>>(
     let rounded = job.rounded;
     let factor = S::T::from_f64(job.scale.to_f64() * std::f64::consts::LOG2_E);
 
-    // Queries are padded with zeros to whole registers and to whole blocks of rows.
+    // Queries are padded with zeros to whole registers. One buffer: a piece of a cache is too little work for more, which
+    // the threads would have to take in turns.
     let (stride, out_stride) = (d.next_multiple_of(S::LANES), d_v.next_multiple_of(S::LANES));
-    let mut queries = scratch.take_zeroed::<S::T>(ROWS_MAX * stride);
-    let mut acc = scratch.take_zeroed::<S::T>(ROWS_MAX * out_stride);
-    let mut logits = scratch.take_zeroed::<S::T>(ROWS_MAX * CHUNK);
+    let mut buffer = scratch.take::<S::T>(rows * (stride + out_stride + CHUNK));
+    let (queries, rest) = buffer.split_at_mut(rows * stride);
+    let (acc, logits) = rest.split_at_mut(rows * out_stride);
+    queries.fill(S::T::ZERO);
+    acc.fill(S::T::ZERO);
     let (mut max, mut sum) = ([S::T::NEG_INFINITY; ROWS_MAX], [s.splat(S::T::ZERO); ROWS_MAX]);
     for r in 0..rows {
         for (x, &q) in queries[r * stride..].iter_mut().zip(job.q.row(r)) {
@@ -307,6 +293,7 @@ fn attend_few<S: Simd, P: Places, K: Stored<S>>(
             match rows - row {
                 1 => s.call(Rows::<_, _, _, 1, 16>(scores)),
                 2 => s.call(Rows::<_, _, _, 2, 8>(scores)),
+                3 => s.call(Rows::<_, _, _, 3, 5>(scores)),
                 _ => s.call(Rows::<_, _, _, 4, 4>(scores)),
             }
             row += BLOCK;
@@ -338,6 +325,7 @@ fn attend_few<S: Simd, P: Places, K: Stored<S>>(
             match rows - row {
                 1 => s.call(RowsOf::<_, _, _, 1>(values)),
                 2 => s.call(RowsOf::<_, _, _, 2>(values)),
+                3 => s.call(RowsOf::<_, _, _, 3>(values)),
                 _ => s.call(RowsOf::<_, _, _, BLOCK>(values)),
             }
         }
@@ -369,7 +357,7 @@ struct Scores<'t, T, P, D> {
     rounded: bool,
 }
 
-/// [`Scores`] for `R` rows, `K` keys at a time; `R · K = 16`.
+/// [`Scores`] for `R` rows, `K` keys at a time; `R · K` is at most 16.
 struct Rows<'t, T, P, D, const R: usize, const K: usize>(Scores<'t, T, P, D>);
 
 impl<S: Simd, P: Places, D: Stored<S>, const R: usize, const K: usize> Kernel<S>

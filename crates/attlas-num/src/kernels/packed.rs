@@ -22,6 +22,14 @@ impl RowFormat {
             Self::Q8 => cols + 4 * cols.div_ceil(32),
         }
     }
+
+    /// Packs rows, one behind the other. Panics if `out` has another length than they take.
+    pub fn pack_into(self, rows: MatRef<'_, f32>, out: &mut [u8]) {
+        match self {
+            Self::Bf16 => quant::pack_halves(quant::Isa::best(), rows, out),
+            Self::Q8 => quant::pack_scaled_rows(quant::Isa::best(), rows, out),
+        }
+    }
 }
 
 /// Packed rows, one behind the other.
@@ -146,6 +154,54 @@ mod tests {
             }
         }
         bytes
+    }
+
+    #[test]
+    fn rows_are_packed_alike_on_every_instruction_set() {
+        let special = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 1e-42, f32::MAX, f32::MIN_POSITIVE];
+        for cols in [1, 31, 32, 64, 100] {
+            // Rows of one head among three.
+            let number = |i: usize| match i % 211 {
+                i if i < special.len() => special[i],
+                _ => ((i * 7919 % 4001) as f32 - 2000.0) / 300.0,
+            };
+            let x: Vec<f32> = (0..3 * cols * 9).map(number).collect();
+            let rows = MatRef::with_stride(&x[cols..], 9, cols, 3 * cols).unwrap();
+            let packed = |format: RowFormat, isa: quant::Isa| {
+                let mut out = vec![0x55; 9 * format.row_bytes(cols)];
+                match format {
+                    RowFormat::Bf16 => quant::pack_halves(isa, rows, &mut out),
+                    RowFormat::Q8 => quant::pack_scaled_rows(isa, rows, &mut out),
+                }
+                out
+            };
+            for &isa in quant::Isa::available() {
+                let halves = packed(RowFormat::Bf16, isa);
+                let want = rows.iter_rows().flatten().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes());
+                assert!(want.eq(halves), "{isa:?} {cols}");
+                // NaN in a scale has no fixed bits; its numbers are those of the other instruction sets.
+                let (ours, scalar) = (packed(RowFormat::Q8, isa), packed(RowFormat::Q8, quant::Isa::Scalar));
+                let mut numbers = [vec![0.0f32; 9 * cols], vec![0.0; 9 * cols]];
+                for (out, bytes) in numbers.iter_mut().zip([&ours, &scalar]) {
+                    PackedRows::new(bytes, RowFormat::Q8, cols).unpack_into(out);
+                }
+                let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+                assert!(numbers[0].iter().zip(&numbers[1]).all(same), "{isa:?} {cols}");
+                for (row, got) in rows.iter_rows().zip(numbers[0].chunks_exact(cols)) {
+                    for (block, got) in row.chunks(32).zip(got.chunks(32)) {
+                        let most = block.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+                        let near = |(x, y): (&f32, &f32)| (x - y).abs() <= most / 254.0 * 1.001;
+                        let finite = block.iter().all(|x| x.is_finite());
+                        let fits = if finite {
+                            block.iter().zip(got).all(near)
+                        } else {
+                            got.iter().all(|y| y.is_nan())
+                        };
+                        assert!(fits || most < 1e-30, "{isa:?} {cols}: {block:?} {got:?}");
+                    }
+                }
+            }
+        }
     }
 
     #[test]

@@ -316,6 +316,39 @@ pub fn unpack_scaled_rows(isa: Isa, width: usize, bytes: &[u8], out: &mut [f32])
     }
 }
 
+/// Rounds rows to bfloat16. Panics if `out` has another length than the rounded rows.
+pub fn pack_halves(isa: Isa, rows: MatRef<'_, f32>, out: &mut [u8]) {
+    assert_eq!(out.len(), 2 * rows.rows() * rows.cols());
+    match checked(isa) {
+        Isa::Scalar => scalar::pack_halves(rows, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `checked` saw that the processor has the features.
+        Isa::Avx2 => unsafe { x86_avx2::pack_halves(rows, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512 => unsafe { x86_avx512::pack_halves(rows, out) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => scalar::pack_halves(rows, out),
+    }
+}
+
+/// Packs rows as [`unpack_scaled_rows`] reads them: the greatest magnitude of a block becomes 127, and a block with NaN
+/// or infinity becomes NaN. Panics if `out` has another length than the packed rows.
+pub fn pack_scaled_rows(isa: Isa, rows: MatRef<'_, f32>, out: &mut [u8]) {
+    assert_eq!(out.len(), rows.rows() * (rows.cols() + 4 * rows.cols().div_ceil(32)));
+    match checked(isa) {
+        Isa::Scalar => scalar::pack_scaled_rows(rows, out),
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: `checked` saw that the processor has the features.
+        Isa::Avx2 => unsafe { x86_avx2::pack_scaled_rows(rows, out) },
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: as above.
+        Isa::Avx512 => unsafe { x86_avx512::pack_scaled_rows(rows, out) },
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => scalar::pack_scaled_rows(rows, out),
+    }
+}
+
 fn checked(isa: Isa) -> Isa {
     assert!(Isa::available().contains(&isa), "this processor has no {isa:?}");
     isa

@@ -2,7 +2,8 @@
 //!
 //! The SIMD variants inline these functions where they have nothing better of their own.
 
-use super::{Format, Tile};
+use super::{Format, Tile, half_width};
+use crate::MatRef;
 
 /// Columns of an output tile.
 pub(super) const NR: usize = 16;
@@ -47,6 +48,36 @@ pub(super) fn unpack_scaled_rows(width: usize, bytes: &[u8], out: &mut [f32]) {
         for (b, y) in bytes.chunks(36).zip(out.chunks_mut(32)) {
             let scale = f32_at(b, 0);
             y.iter_mut().zip(&b[4..]).for_each(|(y, b)| *y = scale * f32::from(*b as i8));
+        }
+    }
+}
+
+/// Rounds rows to bfloat16.
+#[inline(always)]
+pub(super) fn pack_halves(rows: MatRef<'_, f32>, out: &mut [u8]) {
+    for (row, out) in rows.iter_rows().zip(out.chunks_exact_mut((2 * rows.cols()).max(1))) {
+        for (out, &x) in out.as_chunks_mut::<2>().0.iter_mut().zip(row) {
+            *out = half_width::bits(x).to_le_bytes();
+        }
+    }
+}
+
+/// Packs rows as scaled 8-bit integers.
+#[inline(always)]
+pub(super) fn pack_scaled_rows(rows: MatRef<'_, f32>, out: &mut [u8]) {
+    let bytes = rows.cols() + 4 * rows.cols().div_ceil(32);
+    for (row, out) in rows.iter_rows().zip(out.chunks_exact_mut(bytes.max(1))) {
+        for (block, out) in row.chunks(32).zip(out.chunks_mut(36)) {
+            // Magnitudes in the order of their bits, which puts NaN and infinity last.
+            let most = block.iter().fold(0, |most: u32, x| most.max(x.to_bits() & 0x7fff_ffff));
+            let most = f32::from_bits(most);
+            let scale = if most.is_finite() { most / 127.0 } else { f32::NAN };
+            let factor = if scale > 0.0 { 1.0 / scale } else { 0.0 };
+            let (head, numbers) = out.split_at_mut(4);
+            head.copy_from_slice(&scale.to_le_bytes());
+            // Added to 1.5 · 2^23, a number is rounded to an integer, ties to even, in the low bits of the sum.
+            const SHIFT: f32 = 12_582_912.0;
+            numbers.iter_mut().zip(block).for_each(|(n, &x)| *n = (x * factor + SHIFT).to_bits() as u8);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use super::narrow::x86_rows;
 use super::{FEW_ROWS, Format, Strip, Tile, generic_strip, scalar};
+use crate::MatRef;
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 
@@ -22,6 +23,18 @@ pub(super) fn dequantise(format: Format, bytes: &[u8], out: &mut [f32]) {
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn unpack_scaled_rows(width: usize, bytes: &[u8], out: &mut [f32]) {
     scalar::unpack_scaled_rows(width, bytes, out);
+}
+
+/// Rounds rows to bfloat16.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn pack_halves(rows: MatRef<'_, f32>, out: &mut [u8]) {
+    scalar::pack_halves(rows, out);
+}
+
+/// Packs rows as scaled 8-bit integers.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn pack_scaled_rows(rows: MatRef<'_, f32>, out: &mut [u8]) {
+    scalar::pack_scaled_rows(rows, out);
 }
 
 /// # Safety

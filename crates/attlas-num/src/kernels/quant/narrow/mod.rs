@@ -165,10 +165,18 @@ impl<'p> Rounded<'p> {
             Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni => unsafe { x86_avx2::round(x, few, row) },
             _ => scalar::round(x, few, row),
         };
+        let errors_of_outliers = |x: &[f32], row: &[u32], buffer: &mut [f32]| match isa {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            Isa::Avx2 | Isa::AvxVnni | Isa::Avx512Vnni => unsafe {
+                x86_avx2::errors_of_outliers(x, row, buffer);
+            },
+            _ => scalar::errors_of_outliers(x, row, buffer),
+        };
         let twice = |i: usize, words: &mut [u32], buffer: &mut [f32]| {
             let (row, errors) = words.split_at_mut(stride);
             round(x.row(i), row);
-            scalar::errors_of_outliers(x.row(i), row, buffer);
+            errors_of_outliers(x.row(i), row, buffer);
             round(buffer, errors);
         };
         let mut masks = scratch.take(if few { 0 } else { rows.div_ceil(MASKED) * blocks });

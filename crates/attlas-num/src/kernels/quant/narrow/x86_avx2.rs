@@ -52,6 +52,12 @@ pub(super) fn round(x: &[f32], few: bool, row: &mut [u32]) {
     }
 }
 
+/// Computes what rounding lost in the blocks of a row that have outliers.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) fn errors_of_outliers(x: &[f32], row: &[u32], errors: &mut [f32]) {
+    scalar::errors_of_outliers(x, row, errors);
+}
+
 /// Unpacks the integers of whole blocks.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn unpack(format: Format, bytes: &[u8], u: &mut [u8], d: &mut [f32], m: &mut [f32]) {
