@@ -557,17 +557,32 @@ struct Strip<'a> {
     out: *mut f32,
 }
 
+/// Splits rows of x into passes of four, two and one: three rows have no code of their own, which would be a quarter of
+/// all passes' code in every format and instruction set.
+fn few_rows(rows: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let mut from = 0;
+    std::iter::from_fn(move || {
+        let count = match rows - from {
+            3 => 2,
+            rest => rest.min(FEW_ROWS),
+        };
+        from += count;
+        (count > 0).then(|| from - count..from)
+    })
+}
+
 /// Multiplies few rows of x; rounds weights to bfloat16 if `rounds`.
 fn fused(isa: Isa, x: MatRef<'_, f32>, rounds: bool, targets: &Targets<'_>) {
     targets.share(|t, rows| {
-        for n in (0..x.rows()).step_by(FEW_ROWS) {
+        for some in few_rows(x.rows()) {
+            // SAFETY: the output holds `x.rows() · weight.rows` elements.
+            let out = unsafe { t.out.0.add(some.start * t.weight.rows) };
             let strip = Strip {
                 weight: t.weight,
                 rows: rows.clone(),
-                x: x.sub_rows(n..(n + FEW_ROWS).min(x.rows())),
+                x: x.sub_rows(some),
                 rounds: rounds && t.weight.format != Format::BF16,
-                // SAFETY: the output holds `x.rows() · weight.rows` elements.
-                out: unsafe { t.out.0.add(n * t.weight.rows) },
+                out,
             };
             // SAFETY: shares are disjoint ranges of weight rows, so nobody else writes these columns.
             unsafe { run_strip(isa, &strip) };

@@ -194,7 +194,6 @@ unsafe fn rows_of<U: Unit>(s: &Strip<'_>) {
         match s.x.rows() {
             1 => rows_by::<U, 1>(s),
             2 => rows_by::<U, 2>(s),
-            3 => rows_by::<U, 3>(s),
             _ => rows_by::<U, FEW_ROWS>(s),
         }
     }

@@ -30,7 +30,7 @@ mod x86_eights;
 #[cfg(target_arch = "x86_64")]
 pub(super) mod x86_rows;
 
-use super::{AT_ONCE, DEPTH, FEW_ROWS, FUSED_ROWS, Format, Job, Target, Targets, WeightRef};
+use super::{AT_ONCE, DEPTH, FEW_ROWS, FUSED_ROWS, Format, Job, Target, Targets, WeightRef, few_rows};
 use crate::par::*;
 use crate::scratch::Buf;
 use crate::{MatRef, Scratch};
@@ -268,19 +268,18 @@ fn form_of(target: &Target<'_>) -> Form {
 /// Multiplies few rows of x.
 fn fused(isa: Isa, x: &Rounded<'_>, targets: &Targets<'_>) {
     targets.share(|t, rows| {
-        for n in (0..x.rows).step_by(FEW_ROWS) {
-            let count = FEW_ROWS.min(x.rows - n);
+        for part in few_rows(x.rows) {
             let some: [[&[u32]; 2]; FEW_ROWS] = std::array::from_fn(|i| {
-                let n = n + i.min(count - 1);
+                let n = (part.start + i).min(part.end - 1);
                 [x.row(n), x.errors(n)]
             });
             let strip = Strip {
                 weight: t.weight,
                 form: form_of(t),
                 rows: rows.clone(),
-                x: &some[..count],
+                x: &some[..part.len()],
                 // SAFETY: the output holds `x.rows · weight.rows` elements.
-                out: unsafe { t.out.0.add(n * t.weight.rows) },
+                out: unsafe { t.out.0.add(part.start * t.weight.rows) },
             };
             // SAFETY: shares are disjoint ranges of weight rows, so nobody else writes these columns.
             unsafe { run_strip(isa, &strip) };

@@ -45,7 +45,6 @@ unsafe fn rows_of<L: Eight>(s: &Strip<'_>) {
         match s.x.len() {
             1 => rows_by::<L, 1>(s),
             2 => rows_by::<L, 2>(s),
-            3 => rows_by::<L, 3>(s),
             _ => rows_by::<L, FEW_ROWS>(s),
         }
     }

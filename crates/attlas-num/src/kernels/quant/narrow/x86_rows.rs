@@ -83,7 +83,6 @@ unsafe fn rows_of<L: Load, D: Dot>(s: &Strip<'_>) {
         match s.x.len() {
             1 => rows_by::<L, D, 1>(s),
             2 => rows_by::<L, D, 2>(s),
-            3 => rows_by::<L, D, 3>(s),
             _ => rows_by::<L, D, FEW_ROWS>(s),
         }
     }
