@@ -127,10 +127,13 @@ fn bidiagonal(a: &Mat<f64>, vectors: bool) -> Option<Svd> {
         Default::default(),
     )
     .ok()?;
+    // Values lost in rounding may come in any order: a zero before the last of the others.
+    let mut order: Vec<usize> = (0..k).collect();
+    order.sort_by(|&i, &j| sigma[(j, 0)].total_cmp(&sigma[(i, 0)]));
     Some(Svd {
-        u: Mat::from_fn(m, width, |i, j| u[(i, j)]),
-        sigma: (0..k).map(|i| sigma[(i, 0)]).collect(),
-        v: Mat::from_fn(n, width, |i, j| v[(i, j)]),
+        u: Mat::from_fn(m, width, |i, j| u[(i, order[j])]),
+        sigma: order.iter().map(|&i| sigma[(i, 0)]).collect(),
+        v: Mat::from_fn(n, width, |i, j| v[(i, order[j])]),
     })
 }
 
