@@ -134,7 +134,7 @@ fn perplexity_on(crew: &dyn Crew, args: &PerplexityArgs, common: &Common) -> Out
         bos: args.text.bos,
         task: args.task,
         recipe,
-        cache: args.cache.cache,
+        cache: args.cache,
         compute: args.compute,
         sharing: match args.spread {
             Some(SpreadName::Windows) => Sharing::Windows,
@@ -326,7 +326,7 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         stop: args.stop.clone(),
         ignore_eos: args.ignore_eos,
         recipe,
-        cache: args.cache.cache,
+        cache: args.cache,
         compute: args.compute,
         threads: common.threads,
     };
@@ -362,11 +362,12 @@ pub(crate) fn generate(args: &GenerateArgs, common: &Common) -> Outcome {
         note(
             common,
             &format!(
-                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {}, products {}",
+                "{} after a prompt of {}: {rate} tokens/s, prompt {} tokens/s, cache {} in {}, products {}",
                 count(result.ids.len(), "token"),
                 result.prompt_ids.len(),
                 number(result.prompt_tokens_per_second),
                 bytes(result.cache_bytes),
+                result.cache.name(),
                 products(result.compute, &result.in_f32)
             ),
         );

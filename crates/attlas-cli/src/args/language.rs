@@ -154,8 +154,9 @@ pub(crate) struct PerplexityArgs {
     /// processes.
     #[arg(long, value_enum, value_name = "WHAT")]
     pub(crate) spread: Option<SpreadName>,
-    #[command(flatten)]
-    pub(crate) cache: CacheChoice,
+    /// Element type of cached keys and values: f32, bf16 or q8.
+    #[arg(long, default_value = "f32", value_name = "TYPE")]
+    pub(crate) cache: CacheFormat,
     /// Rounding of the operands of linear layers: f32 (none), bf16, or int8, 8-bit integers with one scale per 32, as
     /// in llama.cpp. Weights stored as f32, f16 or bf16 have no int8 form and stay f32.
     #[arg(long, default_value_t = Compute::F32, value_name = "TYPE")]
@@ -215,18 +216,12 @@ pub(crate) struct GenerateArgs {
     pub(crate) ignore_eos: bool,
     #[command(flatten)]
     pub(crate) attention: AttentionChoice,
-    #[command(flatten)]
-    pub(crate) cache: CacheChoice,
+    /// Element type of cached keys and values: f32, bf16 or q8. `attlas perplexity --cache` measures the loss.
+    #[arg(long, default_value = "bf16", value_name = "TYPE")]
+    pub(crate) cache: CacheFormat,
     /// Rounding of the operands of linear layers: f32 (none), bf16, or int8, 8-bit integers with one scale per 32, as
     /// in llama.cpp, and blocks with outliers rounded twice. `attlas perplexity --compute` measures the loss. Weights stored as
     /// f32, f16 or bf16 have no int8 form and stay f32.
     #[arg(long, default_value_t = Compute::Int8, value_name = "TYPE")]
     pub(crate) compute: Compute,
-}
-
-#[derive(Args, Clone, Copy, Debug)]
-pub(crate) struct CacheChoice {
-    /// Element type of cached keys and values: f32, bf16 or q8. `attlas perplexity` measures the loss.
-    #[arg(long, default_value = "f32", value_name = "TYPE")]
-    pub(crate) cache: CacheFormat,
 }
