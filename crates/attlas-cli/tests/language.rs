@@ -89,7 +89,7 @@ fn generating_is_greedy_by_default_and_reproducible_by_seed() {
     let (status, out, err) =
         attlas(&["generate", &model, "--prompt", "The capital of France is", "--stop", "\n"]);
     assert_eq!((status, out.as_str()), (0, " Paris.\n"));
-    assert!(err.contains("tokens/s") && err.contains("B in bf16, products int8"), "{err}");
+    assert!(err.contains("tokens/s") && err.contains("K in bf16, products int8"), "{err}");
     // Keys and values take two bytes a number unless four are asked for.
     let full = json(&[&prompt[..], &["--cache", "f32"]].concat());
     assert_eq!((&x["cache"], &full["cache"]), (&"bf16".into(), &"f32".into()));
