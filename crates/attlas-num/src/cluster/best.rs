@@ -203,15 +203,21 @@ pub fn select_top<T: Real>(scores: &[T], count: usize, index: &mut Vec<usize>) {
         return select_few(scores, count, index);
     }
     let cut = Cut::largest(scores, count);
-    // Writes every index and advances only for taken ones, as in `Cut::places`.
-    index.resize(count + 1, 0);
-    let mut len = 0;
-    for (i, &s) in scores.iter().enumerate() {
-        index[len] = i;
-        len += usize::from(cut.takes(s, i));
-    }
-    debug_assert_eq!(len, count, "a cut of ones takes that many");
-    index.truncate(count);
+    let list = |t: usize| {
+        let piece = t * PIECE..scores.len().min((t + 1) * PIECE);
+        let mut places = vec![0; piece.len() + 1];
+        let len = cut.places(&scores[piece.clone()], piece.start, &mut places);
+        places.truncate(len);
+        places
+    };
+    let pieces = scores.len().div_ceil(PIECE);
+    // Few scores are listed faster than a second thread starts.
+    let lists: Vec<Vec<u32>> = match pieces > 2 {
+        true => (0..pieces).into_par_iter().with_max_len(1).map(list).collect(),
+        false => (0..pieces).map(list).collect(),
+    };
+    index.extend(lists.iter().flatten().map(|&i| i as usize));
+    debug_assert_eq!(index.len(), count, "a cut of ones takes that many");
 }
 
 /// Ratio of scores to `count` from which `count` is few.

@@ -174,6 +174,7 @@ mod dispatch {
         fn exp_sum_on(isa: Isa, x: &mut [Self], shift: Self) -> Self;
         fn ln_in_place_on(isa: Isa, x: &mut [Self]);
         fn matvec_on(isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]);
+        fn matvec_each_on(isa: Isa, a: MatRef<'_, Self>, x: MatRef<'_, Self>, out: &mut [Self]);
         fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self);
     }
 
@@ -314,6 +315,9 @@ mod dispatch {
                 }
                 fn matvec_on(isa: Isa, a: MatRef<'_, Self>, x: &[Self], out: &mut [Self]) {
                     choose!(isa, $module, matvec(a, x, out), scalar::matvec(a, x, out))
+                }
+                fn matvec_each_on(isa: Isa, a: MatRef<'_, Self>, x: MatRef<'_, Self>, out: &mut [Self]) {
+                    choose!(isa, $module, matvec_each(a, x, out), scalar::matvec_each(a, x, out))
                 }
                 fn fma_burn_on(isa: Isa, iterations: u64) -> (u64, Self) {
                     choose!(isa, $module, fma_burn(iterations), scalar::fma_burn(iterations))
@@ -477,6 +481,14 @@ pub fn matvec<T: Real>(rows: MatRef<'_, T>, x: &[T], out: &mut [T]) {
     assert_eq!(rows.cols(), x.len(), "matrix and vector do not fit");
     assert_eq!(rows.rows(), out.len(), "one result per row");
     T::matvec_on(Isa::best(), rows, x, out);
+}
+
+/// Computes [`matvec`] for each row of `x`, bit for bit, one list of results after another, and reads the matrix once
+/// for four of them. Panics if the shapes do not fit.
+pub fn matvec_each<T: Real>(rows: MatRef<'_, T>, x: MatRef<'_, T>, out: &mut [T]) {
+    assert_eq!(rows.cols(), x.cols(), "matrix and vectors do not fit");
+    assert_eq!(rows.rows() * x.rows(), out.len(), "one result per row and vector");
+    T::matvec_each_on(Isa::best(), rows, x, out);
 }
 
 /// Prefetch distance, in rows, for gathers of rows of a few hundred bytes in random order: long enough to cover one

@@ -44,6 +44,11 @@ pub(super) fn matvec<T: Real>(a: MatRef<'_, T>, x: &[T], out: &mut [T]) {
     out.iter_mut().zip(a.iter_rows()).for_each(|(o, row)| *o = dot(row, x));
 }
 
+pub(super) fn matvec_each<T: Real>(a: MatRef<'_, T>, x: MatRef<'_, T>, out: &mut [T]) {
+    let each = out.chunks_exact_mut(a.rows().max(1)).zip(x.iter_rows());
+    each.for_each(|(out, x)| matvec(a, x, out));
+}
+
 pub(super) fn gemm<T: Real>(
     alpha: T,
     a: Op<MatRef<'_, T>>,

@@ -174,6 +174,20 @@ pub(super) trait Simd: Copy {
         }
     }
 
+    /// Writes the sum of the lanes of each register to `out`, bit for bit as [`reduce_add`](Self::reduce_add) returns
+    /// it.
+    ///
+    /// # Safety
+    ///
+    /// 16 elements must be writable at `out`.
+    #[inline(always)]
+    unsafe fn reduce_each(self, x: &[Self::V; 16], out: *mut Self::T) {
+        for (n, &x) in x.iter().enumerate() {
+            // SAFETY: n < 16.
+            unsafe { *out.add(n) = self.reduce_add(x) };
+        }
+    }
+
     /// Computes $2^x$ where that is at most 1: exactly 1 at 0, exactly 0 at −∞; NaN stays NaN.
     #[inline(always)]
     fn exp2(self, x: Self::V) -> Self::V {
@@ -318,6 +332,9 @@ macro_rules! variant {
                 fn exp_in_place(x: &mut [$t]) => |s| vector::exp_in_place(s, x)
                 fn exp_sum(x: &mut [$t], shift: $t) -> $t => |s| vector::exp_sum(s, x, shift)
                 fn matvec(a: MatRef<'_, $t>, x: &[$t], out: &mut [$t]) => |s| vector::matvec(s, a, x, out)
+                fn matvec_each(a: MatRef<'_, $t>, x: MatRef<'_, $t>, out: &mut [$t]) => |s| {
+                    vector::matvec_each(s, a, x, out)
+                }
                 fn fma_burn(iterations: u64) -> (u64, $t) => |s| vector::fma_burn::<_, $rows>(s, iterations)
             }
         }

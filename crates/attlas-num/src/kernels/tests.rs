@@ -164,6 +164,30 @@ fn softmax_handles_empty_hidden_and_nan_rows() {
 }
 
 #[test]
+fn products_with_several_vectors_have_the_bits_of_single_ones() {
+    fn check<T: Real>() {
+        for isa in Isa::available() {
+            for (rows, cols) in [(0, 3), (1, 1), (5, 7), (37, 64), (16, 33), (67, 64), (3, 0)] {
+                let a = normal::<T>(5, rows.max(1), cols + 1);
+                let a = MatRef::with_stride(a.data(), rows, cols, cols + 1).unwrap();
+                for count in 1..=9 {
+                    let x = normal::<T>(6, count, cols);
+                    let (mut each, mut one) = (vec![T::NAN; count * rows], vec![T::NAN; rows]);
+                    T::matvec_each_on(isa, a, x.as_ref(), &mut each);
+                    for (r, each) in each.chunks_exact(rows.max(1)).enumerate() {
+                        T::matvec_on(isa, a, x.row(r), &mut one);
+                        let same = each.iter().zip(&one).all(|(a, b)| a.to_bits64() == b.to_bits64());
+                        assert!(same, "{isa} {rows}×{cols}, vector {r} of {count}");
+                    }
+                }
+            }
+        }
+    }
+    check::<f32>();
+    check::<f64>();
+}
+
+#[test]
 fn matvec_is_a_dot_product_per_row_for_any_stride() {
     fn check<T: Real>() {
         for isa in Isa::available() {

@@ -2,7 +2,7 @@
 //! added in a fixed order at the end; the last incomplete register is read with the missing lanes 0.
 
 use super::decode::AHEAD_BYTES;
-use super::simd::Simd;
+use super::simd::{Kernel, Simd};
 use crate::mat::{MatRef, Real};
 
 /// Calls `$full` for blocks of four registers and then `$part` for the rest, register by register: with the offset, the
@@ -183,6 +183,75 @@ pub(super) fn matvec<S: Simd>(s: S, a: MatRef<'_, S::T>, x: &[S::T], out: &mut [
             out[i + r] = s.reduce_add(acc[r]);
         }
         i += rows;
+    }
+}
+
+/// [`matvec`] for each row of `x`. The columns are added in the same order, and so are the lanes.
+#[inline(always)]
+pub(super) fn matvec_each<S: Simd>(s: S, a: MatRef<'_, S::T>, x: MatRef<'_, S::T>, out: &mut [S::T]) {
+    assert!(a.cols() == x.cols() && a.rows() * x.rows() == out.len());
+    let mut first = 0;
+    while first < x.rows() {
+        let rows = (x.rows() - first).min(4);
+        let (x, out) =
+            (x.sub_rows(first..first + rows), &mut out[first * a.rows()..(first + rows) * a.rows()]);
+        match rows {
+            1 => s.call(Each::<_, 1, 16> { a, x, out }),
+            2 => s.call(Each::<_, 2, 8> { a, x, out }),
+            3 => s.call(Each::<_, 3, 5> { a, x, out }),
+            _ => s.call(Each::<_, 4, 4> { a, x, out }),
+        }
+        first += rows;
+    }
+}
+
+/// Products of the rows of `a`, `K` at a time, with the `R` rows of `x`; `R · K` is at most 16.
+struct Each<'a, T, const R: usize, const K: usize> {
+    a: MatRef<'a, T>,
+    x: MatRef<'a, T>,
+    out: &'a mut [T],
+}
+
+impl<S: Simd, const R: usize, const K: usize> Kernel<S> for Each<'_, S::T, R, K> {
+    #[inline(always)]
+    fn run(self, s: S) {
+        let Self { a, x, out } = self;
+        let (n, len) = (a.rows(), a.cols());
+        assert!(x.rows() == R && x.cols() == len && out.len() == n * R && R * K <= 16);
+        let ahead = AHEAD_BYTES / size_of::<S::T>();
+        let mut i = 0;
+        while i < n {
+            let rows = (n - i).min(K);
+            let mut acc = [s.splat(S::T::ZERO); 16];
+            for k in 0..K {
+                // A missing row repeats the last one; its results are not written.
+                let row = a.row(i + k.min(rows - 1));
+                let mut dots = [s.splat(S::T::ZERO); R];
+                let mut at = 0;
+                while at < len {
+                    let count = S::LANES.min(len - at);
+                    s.prefetch(row.as_ptr().wrapping_add(at + ahead));
+                    // SAFETY: the rows of `a` and of `x` are equally long.
+                    unsafe {
+                        let y = get(s, row, at, count);
+                        for r in 0..R {
+                            dots[r] = s.fma(y, get(s, x.row(r), at, count), dots[r]);
+                        }
+                    }
+                    at += S::LANES;
+                }
+                for r in 0..R {
+                    acc[r * K + k] = dots[r];
+                }
+            }
+            let mut sums = [S::T::ZERO; 16];
+            // SAFETY: there are 16 places.
+            unsafe { s.reduce_each(&acc, sums.as_mut_ptr()) };
+            for r in 0..R {
+                out[r * n + i..r * n + i + rows].copy_from_slice(&sums[r * K..r * K + rows]);
+            }
+            i += rows;
+        }
     }
 }
 

@@ -252,6 +252,35 @@ macro_rules! single {
         }
 
         #[inline(always)]
+        unsafe fn reduce_each(self, x: &[__m512; 16], out: *mut f32) {
+            // SAFETY: the caller vouches for `out`; the token for the instructions.
+            unsafe {
+                // `reduce_add` adds the upper half to the lower one, then halves of that; each step here does so for two
+                // registers at once. They are paired such that the sums come out in order.
+                let mut a = [_mm512_setzero_ps(); 4];
+                for (i, a) in a.iter_mut().enumerate() {
+                    let eighths = |x: __m512, y: __m512| {
+                        let (low, high) =
+                            (_mm512_shuffle_f32x4::<0x44>(x, y), _mm512_shuffle_f32x4::<0xee>(x, y));
+                        _mm512_add_ps(low, high)
+                    };
+                    let (x, y) = (eighths(x[i], x[i + 4]), eighths(x[i + 8], x[i + 12]));
+                    let (low, high) =
+                        (_mm512_shuffle_f32x4::<0x88>(x, y), _mm512_shuffle_f32x4::<0xdd>(x, y));
+                    *a = _mm512_add_ps(low, high);
+                }
+                let pairs = |x: __m512, y: __m512| {
+                    let (x, y) = (_mm512_castps_pd(x), _mm512_castps_pd(y));
+                    let (low, high) = (_mm512_unpacklo_pd(x, y), _mm512_unpackhi_pd(x, y));
+                    _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high))
+                };
+                let (x, y) = (pairs(a[0], a[1]), pairs(a[2], a[3]));
+                let (low, high) = (_mm512_shuffle_ps::<0x88>(x, y), _mm512_shuffle_ps::<0xdd>(x, y));
+                _mm512_storeu_ps(out, _mm512_add_ps(low, high));
+            }
+        }
+
+        #[inline(always)]
         unsafe fn transpose(self, src: *const f32, src_stride: usize, dst: *mut f32, dst_stride: usize) {
             // SAFETY: the caller vouches for both squares; the token for the instructions.
             unsafe {

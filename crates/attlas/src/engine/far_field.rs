@@ -53,11 +53,9 @@ impl<'p, T: Real> Gathered<'p, T> {
 
     /// Appends a pseudo key that represents `count` keys with these sums.
     pub fn append_mean(&mut self, k: &[T], v: &[T], count: usize) {
-        let share = T::ONE / T::from_usize(count);
         let (key, value) = (self.len * self.d, self.len * self.d_v);
-        self.k[key..key + self.d].iter_mut().zip(k).for_each(|(x, &s)| *x = s * share);
-        self.v[value..value + self.d_v].iter_mut().zip(v).for_each(|(x, &s)| *x = s * share);
-        self.bias[self.len] = T::from_usize(count).ln();
+        write_mean(k, &mut self.k[key..key + self.d], count);
+        self.bias[self.len] = write_mean(v, &mut self.v[value..value + self.d_v], count);
         self.len += 1;
     }
 
@@ -208,46 +206,144 @@ impl<T: Real> RunMeans<T> {
         chosen: &[u32],
         into: &mut Gathered<'_, T>,
     ) {
-        let (mut key, mut value) = (vec![T::ZERO; self.parts * self.d], vec![T::ZERO; self.parts * self.d_v]);
-        let mut counts = [0usize; PARTS_MAX];
-        let mut start = far.start;
-        while start < far.end {
-            let run = start / self.len;
-            let end = ((run + 1) * self.len).min(far.end);
-            let from = chosen.partition_point(|&j| (j as usize) < start);
-            let taken = &chosen[from..from + chosen[from..].partition_point(|&j| (j as usize) < end)];
-            let whole = end - start == self.len && run < self.runs();
-            let parts = if whole { self.parts } else { 1 };
-            if whole {
-                key.copy_from_slice(&self.k[run * self.parts * self.d..][..self.parts * self.d]);
-                value.copy_from_slice(&self.v[run * self.parts * self.d_v..][..self.parts * self.d_v]);
-                counts.iter_mut().zip(&self.counts[run * self.parts..]).for_each(|(c, &n)| *c = n as usize);
-                for &j in taken {
-                    let j = j as usize;
-                    let part = if self.parts > 1 { usize::from(self.labels[j]) } else { 0 };
-                    counts[part] -= 1;
-                    subtract(&mut key[part * self.d..][..self.d], k.row(j));
-                    subtract(&mut value[part * self.d_v..][..self.d_v], v.row(j));
-                }
-            } else {
-                key[..self.d].fill(T::ZERO);
-                value[..self.d_v].fill(T::ZERO);
-                counts[0] = end - start - taken.len();
-                let mut taken = taken.iter().peekable();
-                for j in start..end {
-                    if taken.next_if(|&&t| t as usize == j).is_none() {
-                        add(&mut key[..self.d], k.row(j));
-                        add(&mut value[..self.d_v], v.row(j));
-                    }
-                }
+        let mut sums = Sums::new(self.parts, self.d, self.d_v);
+        for (run, taken) in self.runs_of(far, chosen) {
+            let chosen = &chosen[taken];
+            let parts = self.rest_of(&mut sums, (k, v), run, chosen, |i| {
+                (k.row(chosen[i] as usize), v.row(chosen[i] as usize))
+            });
+            for part in (0..parts).filter(|&part| sums.counts[part] > 0) {
+                let (key, value) = sums.part(part);
+                into.append_mean(key, value, sums.counts[part]);
             }
-            for part in (0..parts).filter(|&part| counts[part] > 0) {
-                let (key, value) = (&key[part * self.d..][..self.d], &value[part * self.d_v..][..self.d_v]);
-                into.append_mean(key, value, counts[part]);
-            }
-            start = end;
         }
     }
+
+    /// Writes the means that `append` appends, and returns their number, at most [`most`](Self::most). The rows of
+    /// `chosen` are given in the order of the list: gathered before, they are still in the cache.
+    pub fn write(
+        &self,
+        k: MatRef<'_, T>,
+        v: MatRef<'_, T>,
+        far: Range<usize>,
+        chosen: &[u32],
+        (chosen_k, chosen_v): (&[T], &[T]),
+        means: Slots<'_, T>,
+    ) -> usize {
+        let (d, d_v) = (self.d, self.d_v);
+        let mut sums = Sums::new(self.parts, d, d_v);
+        let mut len = 0;
+        for (run, taken) in self.runs_of(far, chosen) {
+            let first = taken.start;
+            let parts = self.rest_of(&mut sums, (k, v), run, &chosen[taken], |i| {
+                (&chosen_k[(first + i) * d..][..d], &chosen_v[(first + i) * d_v..][..d_v])
+            });
+            for part in (0..parts).filter(|&part| sums.counts[part] > 0) {
+                let ((key, value), count) = (sums.part(part), sums.counts[part]);
+                write_mean(key, &mut means.k[len * d..][..d], count);
+                means.bias[len] = write_mean(value, &mut means.v[len * d_v..][..d_v], count);
+                len += 1;
+            }
+        }
+        len
+    }
+
+    /// Splits `far` at the borders of runs, each part with the places of its keys in `chosen`.
+    fn runs_of(
+        &self,
+        far: Range<usize>,
+        chosen: &[u32],
+    ) -> impl Iterator<Item = (Range<usize>, Range<usize>)> {
+        let (len, mut start) = (self.len, far.start);
+        let mut from = chosen.partition_point(|&j| (j as usize) < start);
+        std::iter::from_fn(move || {
+            let end = ((start / len + 1) * len).min(far.end);
+            (start < end).then(|| {
+                let run = start..end;
+                // No more keys than the run has.
+                let rest = &chosen[from..(from + run.len()).min(chosen.len())];
+                let taken = from..from + rest.partition_point(|&j| (j as usize) < end);
+                (start, from) = (end, taken.end);
+                (run, taken)
+            })
+        })
+    }
+
+    /// Sums up the keys of a run other than the `taken` ones, and returns the number of parts; `row` returns key and
+    /// value of a taken one.
+    fn rest_of<'r>(
+        &self,
+        sums: &mut Sums<T>,
+        (k, v): (MatRef<'_, T>, MatRef<'_, T>),
+        run: Range<usize>,
+        taken: &[u32],
+        row: impl Fn(usize) -> (&'r [T], &'r [T]),
+    ) -> usize {
+        let (parts, d, d_v) = (self.parts, self.d, self.d_v);
+        let (index, Sums { k: key, v: value, counts, .. }) = (run.start / self.len, sums);
+        if run.len() == self.len && index < self.runs() {
+            key.copy_from_slice(&self.k[index * parts * d..][..parts * d]);
+            value.copy_from_slice(&self.v[index * parts * d_v..][..parts * d_v]);
+            counts.iter_mut().zip(&self.counts[index * parts..]).for_each(|(c, &n)| *c = n as usize);
+            for (i, &j) in taken.iter().enumerate() {
+                let part = if parts > 1 { usize::from(self.labels[j as usize]) } else { 0 };
+                let row = row(i);
+                counts[part] -= 1;
+                subtract(&mut key[part * d..][..d], row.0);
+                subtract(&mut value[part * d_v..][..d_v], row.1);
+            }
+            parts
+        } else {
+            key[..d].fill(T::ZERO);
+            value[..d_v].fill(T::ZERO);
+            counts[0] = run.len() - taken.len();
+            let mut taken = taken.iter().peekable();
+            for j in run {
+                if taken.next_if(|&&t| t as usize == j).is_none() {
+                    add(&mut key[..d], k.row(j));
+                    add(&mut value[..d_v], v.row(j));
+                }
+            }
+            1
+        }
+    }
+}
+
+/// Room for keys, values and biases.
+#[derive(Debug)]
+pub struct Slots<'a, T> {
+    /// Keys, a row each.
+    pub k: &'a mut [T],
+    /// Values, a row each.
+    pub v: &'a mut [T],
+    /// Biases.
+    pub bias: &'a mut [T],
+}
+
+/// Sums of the keys and values of the parts of a run, and their numbers.
+struct Sums<T> {
+    k: Vec<T>,
+    v: Vec<T>,
+    counts: [usize; PARTS_MAX],
+    d: usize,
+    d_v: usize,
+}
+
+impl<T: Real> Sums<T> {
+    fn new(parts: usize, d: usize, d_v: usize) -> Self {
+        Self { k: vec![T::ZERO; parts * d], v: vec![T::ZERO; parts * d_v], counts: [0; PARTS_MAX], d, d_v }
+    }
+
+    fn part(&self, part: usize) -> (&[T], &[T]) {
+        (&self.k[part * self.d..][..self.d], &self.v[part * self.d_v..][..self.d_v])
+    }
+}
+
+/// Writes the mean of `count` rows with this sum and returns its bias.
+fn write_mean<T: Real>(sum: &[T], mean: &mut [T], count: usize) -> T {
+    let share = T::ONE / T::from_usize(count);
+    mean.iter_mut().zip(sum).for_each(|(x, &s)| *x = s * share);
+    T::from_usize(count).ln()
 }
 
 /// Returns the part of each key of a run, by k-means: it starts from the key farthest from the mean, then each time
@@ -325,6 +421,18 @@ mod tests {
                     far.clone().filter(|j| j % 3 == 1 || (32..48).contains(j)).map(|j| j as u32).collect();
                 let mut all = Gathered::new(means.most(far.len()), d, d_v, ws.context());
                 means.append(k, v, far.clone(), &chosen, &mut all);
+                let (rows_k, rows_v): (Vec<f64>, Vec<f64>) = (
+                    chosen.iter().flat_map(|&j| k.row(j as usize)).copied().collect(),
+                    chosen.iter().flat_map(|&j| v.row(j as usize)).copied().collect(),
+                );
+                let most = means.most(far.len());
+                let mut room = (vec![f64::NAN; most * d], vec![f64::NAN; most * d_v], vec![f64::NAN; most]);
+                let slots = Slots { k: &mut room.0, v: &mut room.1, bias: &mut room.2 };
+                let count = means.write(k, v, far.clone(), &chosen, (&rows_k, &rows_v), slots);
+                assert_eq!(count, all.len());
+                assert_eq!(&room.0[..count * d], all.keys().data());
+                assert_eq!(&room.1[..count * d_v], all.values().data());
+                assert_eq!(&room.2[..count], all.biases());
                 // Counts times means are the sums over the remaining keys.
                 let counts: Vec<f64> = all.bias[..all.len()].iter().map(|b| b.exp()).collect();
                 let total: f64 = counts.iter().sum();

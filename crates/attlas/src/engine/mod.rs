@@ -63,7 +63,7 @@ pub use exact_rows::{
     exact_rows_with,
 };
 pub use fallback::Fallback;
-pub use far_field::{Gathered, RunMeans};
+pub use far_field::{Gathered, RunMeans, Slots};
 pub use hashed_stream::{HashedRule, HashedStream};
 pub use key_pages::{KeyPages, PageRule, PageScore};
 pub use lanes::lane_sum;

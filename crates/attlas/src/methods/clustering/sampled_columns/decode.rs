@@ -2,13 +2,15 @@
 
 use super::choose::{VOTE, voters};
 use super::{Params, SampledColumns};
-use crate::engine::{CachedRows, Gathered, RunMeans};
+use crate::engine::{CachedRows, RunMeans, Slots};
 use crate::group::GroupStream;
 use crate::method::RunInfo;
 use crate::workspace::Context;
 use crate::{MatRef, Problem, Real, Result};
 use attlas_num::cluster::select_top;
-use attlas_num::kernels::{Attend, Band, Precision, axpy, exp_sum, matvec, max, merge_lse};
+use attlas_num::kernels::{
+    Attend, Band, Precision, axpy, exp_sum, matvec_each, max, merge_lse, pages, scale as scale_by,
+};
 use attlas_num::par::*;
 use std::ops::Range;
 
@@ -16,6 +18,10 @@ use std::ops::Range;
 /// the number of threads.
 const SCORED: usize = 2048;
 const PIECE: usize = 1024;
+
+/// Pieces of scored keys whose weights a task adds up, and far keys of which a task gathers the chosen ones.
+const ADDED: usize = 4;
+const GATHERED: usize = 4096;
 
 /// Votes below this are dropped: the weakest vote decays to it in three refreshes.
 const FORGOTTEN: f64 = VOTE / 8.0;
@@ -57,6 +63,35 @@ struct FarKeys<T> {
     bias: Vec<T>,
 }
 
+impl<T: Real> FarKeys<T> {
+    /// Makes place for `len` keys; what was there before stays.
+    fn resize(&mut self, len: usize, d: usize, d_v: usize) {
+        for (x, len) in [(&mut self.k, len * d), (&mut self.v, len * d_v), (&mut self.bias, len)] {
+            if x.capacity() < len {
+                // The next choice is larger, and so are the means after the next run.
+                pages::reserve(x, len + len / 4 - x.len());
+            }
+            x.resize(len, T::ZERO);
+        }
+    }
+}
+
+/// Takes the first `len` elements off a slice.
+fn take_front<'a, T>(rest: &mut &'a mut [T], len: usize) -> &'a mut [T] {
+    let (front, behind) = std::mem::take(rest).split_at_mut(len);
+    *rest = behind;
+    front
+}
+
+/// Keys among which one task gathers the chosen ones, and its part of the far keys.
+struct Part<'a, T> {
+    keys: Range<usize>,
+    chosen: &'a [u32],
+    rows: Slots<'a, T>,
+    /// Room for the means of all runs.
+    means: Slots<'a, T>,
+}
+
 impl<T: Real> ColumnStream<T> {
     pub(super) fn new(plan: SampledColumns, p: &Problem) -> Self {
         let means = RunMeans::new(plan.params.far_block, plan.parts(), p.d, p.d_v);
@@ -86,10 +121,9 @@ impl<T: Real> ColumnStream<T> {
         // One piece of the keys at a time, so that each key is read once for all heads.
         each.with_max_len(1).enumerate().for_each(|(t, (logits, found))| {
             let keys = k.sub_rows(t * SCORED..t * SCORED + logits.len() / heads);
-            let rows = q.iter_rows().zip(logits.chunks_exact_mut(keys.rows()));
-            for ((q, logits), found) in rows.zip(found.chunks_exact_mut(2)) {
-                matvec(keys, q, logits);
-                logits.iter_mut().for_each(|x| *x *= scale);
+            matvec_each(keys, q, logits);
+            scale_by(scale, logits);
+            for (logits, found) in logits.chunks_exact_mut(keys.rows()).zip(found.chunks_exact_mut(2)) {
                 let top = max(logits);
                 found[0] = top;
                 found[1] = exp_sum(logits, if top == T::NEG_INFINITY { T::ZERO } else { top });
@@ -106,29 +140,30 @@ impl<T: Real> ColumnStream<T> {
                 shares[t * heads + h] = (piece - top).exp() / total;
             }
         }
-        // The sum over all heads overwrites the first head's weights.
-        let each = weights.par_chunks_mut(SCORED * heads).zip(shares.par_chunks(heads));
-        each.with_max_len(1).for_each(|(weights, shares)| {
-            let (first, others) = weights.split_at_mut(weights.len() / heads);
-            first.iter_mut().for_each(|w| *w *= shares[0]);
-            let others = others.chunks_exact(first.len()).zip(&shares[1..]);
-            others.for_each(|(weights, &share)| axpy(share, weights, first));
-        });
         let half = T::from_f64(0.5);
-        self.mass.resize(n, T::ZERO);
         let far = self.plan.params.sinks.min(edge)..edge;
-        let mut votes = Vec::new();
-        for (t, weights) in weights.chunks(SCORED * heads).enumerate() {
-            let keys = t * SCORED..t * SCORED + weights.len() / heads;
-            let weights = &weights[..keys.len()];
-            if self.plan.params.diagonals > 0 {
-                voters(weights, T::ONE, keys.start, &far, |j, weight| {
-                    votes.push(Vote { key: j, weight, known: self.mass[j].to_f64() });
-                });
-            }
-            self.mass[keys].iter_mut().zip(weights).for_each(|(m, &w)| *m = half * *m + w);
-        }
-        self.choose(n, edge, &votes);
+        let diagonals = self.plan.params.diagonals > 0;
+        self.mass.resize(n, T::ZERO);
+        let each = weights.par_chunks_mut(SCORED * heads).zip(shares.par_chunks(heads));
+        let each = each.zip(self.mass.par_chunks_mut(SCORED)).enumerate().with_min_len(ADDED);
+        let votes: Vec<Vec<Vote>> = each
+            .map(|(t, ((weights, shares), mass))| {
+                // The sum over all heads overwrites the first head's weights.
+                let (first, others) = weights.split_at_mut(mass.len());
+                scale_by(shares[0], first);
+                let others = others.chunks_exact(mass.len()).zip(&shares[1..]);
+                others.for_each(|(weights, &share)| axpy(share, weights, first));
+                let (mut votes, start) = (Vec::new(), t * SCORED);
+                if diagonals {
+                    voters(first, T::ONE, start, &far, |j, weight| {
+                        votes.push(Vote { key: j, weight, known: mass[j - start].to_f64() });
+                    });
+                }
+                mass.iter_mut().zip(first).for_each(|(m, w)| *m = half * *m + *w);
+                votes
+            })
+            .collect();
+        self.choose(n, edge, &votes.concat());
         (n * heads) as u64
     }
 
@@ -159,7 +194,8 @@ impl<T: Real> ColumnStream<T> {
             let start = n - 1 - distance;
             self.chosen.extend((start.max(far.start)..(start + run).min(edge)).map(|j| j as u32));
         }
-        self.chosen.sort_unstable();
+        // A stable sort merges what is in order already.
+        self.chosen.sort();
         self.chosen.dedup();
     }
 
@@ -186,24 +222,87 @@ impl<T: Real> ColumnStream<T> {
     }
 
     /// Gathers sinks, chosen keys and means again.
-    fn gather(&mut self, edge: usize, cx: Context<'_>) {
+    fn gather(&mut self, edge: usize) {
         let (k, v, (d, d_v)) = (self.cached.keys(), self.cached.values(), self.cached.widths());
-        let far = self.plan.params.sinks.min(edge)..edge;
-        let parts = self.plan.parts();
-        let pseudo = if parts > 0 { self.means.most(far.len()) } else { 0 };
-        let mut all = Gathered::new(far.start + self.chosen.len() + pseudo, d, d_v, cx);
-        all.append(k, v, 0..far.start);
-        all.append(k, v, self.chosen.iter().map(|&j| j as usize));
-        if parts > 0 {
-            self.means.append(k, v, far, &self.chosen, &mut all);
+        let Params { sinks, far_block, .. } = self.plan.params;
+        let (sinks, parts) = (sinks.min(edge), self.plan.parts());
+        // Tasks end with a run.
+        let step = (GATHERED / far_block).max(1) * far_block;
+        let tasks = || {
+            let first = sinks / step * step;
+            let ends = (first..edge).step_by(step).map(|start| (start + step).min(edge));
+            ends.scan(sinks, |start, end| Some(std::mem::replace(start, end)..end))
+        };
+        let room = |keys: &Range<usize>| (keys.end.div_ceil(far_block) - keys.start / far_block) * parts;
+        let exact = sinks + self.chosen.len();
+        self.far.resize(exact + tasks().map(|keys| room(&keys)).sum::<usize>(), d, d_v);
+        let FarKeys { k: far_k, v: far_v, bias } = &mut self.far;
+        let (mut rows_k, mut means_k) = far_k.split_at_mut(exact * d);
+        let (mut rows_v, mut means_v) = far_v.split_at_mut(exact * d_v);
+        let (mut rows_bias, mut means_bias) = bias.split_at_mut(exact);
+        k.gather_into(0..sinks, take_front(&mut rows_k, sinks * d));
+        v.gather_into(0..sinks, take_front(&mut rows_v, sinks * d_v));
+        take_front(&mut rows_bias, sinks).fill(T::ZERO);
+        let mut chosen = &self.chosen[..];
+        let split = |keys: Range<usize>| {
+            let (own, rest) = chosen.split_at(chosen.partition_point(|&j| (j as usize) < keys.end));
+            chosen = rest;
+            let (count, room) = (own.len(), room(&keys));
+            let rows = Slots {
+                k: take_front(&mut rows_k, count * d),
+                v: take_front(&mut rows_v, count * d_v),
+                bias: take_front(&mut rows_bias, count),
+            };
+            let means = Slots {
+                k: take_front(&mut means_k, room * d),
+                v: take_front(&mut means_v, room * d_v),
+                bias: take_front(&mut means_bias, room),
+            };
+            Part { keys, chosen: own, rows, means }
+        };
+        let split: Vec<Part<'_, T>> = tasks().map(split).collect();
+        let means = &self.means;
+        let gather = |Part { keys, chosen, rows, means: room }: Part<'_, T>| {
+            let index = || chosen.iter().map(|&j| j as usize);
+            k.gather_into(index(), rows.k);
+            v.gather_into(index(), rows.v);
+            rows.bias.fill(T::ZERO);
+            if parts > 0 { means.write(k, v, keys, chosen, (rows.k, rows.v), room) } else { 0 }
+        };
+        let counts: Vec<usize> = split.into_par_iter().with_max_len(1).map(gather).collect();
+        // Parts of runs that were chosen whole have no mean.
+        let (mut from, mut len) = (exact, exact);
+        for (count, keys) in counts.into_iter().zip(tasks()) {
+            if from > len {
+                far_k.copy_within(from * d..(from + count) * d, len * d);
+                far_v.copy_within(from * d_v..(from + count) * d_v, len * d_v);
+                bias.copy_within(from..from + count, len);
+            }
+            (from, len) = (from + room(&keys), len + count);
         }
-        let FarKeys { k, v, bias } = &mut self.far;
-        k.clear();
-        k.extend_from_slice(all.keys().data());
-        v.clear();
-        v.extend_from_slice(all.values().data());
-        bias.clear();
-        bias.extend_from_slice(all.biases());
+        self.far.resize(len, d, d_v);
+        self.edge = edge;
+    }
+
+    /// Appends the means of the keys that the window has left since the last call; none of them is chosen.
+    fn append_means(&mut self, edge: usize) {
+        let (k, v, (d, d_v)) = (self.cached.keys(), self.cached.values(), self.cached.widths());
+        let (len, left) = (self.far.bias.len(), self.edge..edge);
+        self.far.resize(len + self.means.most(left.len()), d, d_v);
+        let FarKeys { k: far_k, v: far_v, bias } = &mut self.far;
+        let room = Slots { k: &mut far_k[len * d..], v: &mut far_v[len * d_v..], bias: &mut bias[len..] };
+        let count = self.means.write(k, v, left, &[], (&[], &[]), room);
+        self.far.resize(len + count, d, d_v);
+    }
+
+    /// Brings the far keys up to date after the window has moved.
+    fn advance(&mut self, edge: usize) {
+        // Sinks and the run that they cut change until all sinks are far.
+        if self.edge < self.plan.params.sinks {
+            self.gather(edge);
+        } else if self.plan.parts() > 0 {
+            self.append_means(edge);
+        }
         self.edge = edge;
     }
 }
@@ -234,9 +333,9 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
         if edge > 0 && (!self.refreshed || self.since >= refresh) {
             visited += self.refresh(q, scale, edge, cx);
             (self.refreshed, self.since) = (true, 0);
-            self.gather(edge, cx);
+            self.gather(edge);
         } else if edge != self.edge {
-            self.gather(edge, cx);
+            self.advance(edge);
         }
         self.since += 1;
         let near = edge..n;
@@ -288,5 +387,75 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
         let far = self.far.k.len() + self.far.v.len() + self.far.bias.len();
         let own = self.cached.bytes() + (self.mass.len() + far) * size_of::<T>();
         own + self.means.bytes() + 4 * self.chosen.len() + size_of_val(&self.votes[..])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Far;
+    use super::*;
+    use crate::Workspace;
+    use crate::engine::Gathered;
+    use attlas_num::rng::StreamKey;
+
+    /// Sinks, chosen keys and means, gathered one after another.
+    fn check_far(stream: &ColumnStream<f64>, cx: Context<'_>, what: &str) {
+        let (k, v, (d, d_v)) = (stream.cached.keys(), stream.cached.values(), stream.cached.widths());
+        let far = stream.plan.params.sinks.min(stream.edge)..stream.edge;
+        let most = far.start + stream.chosen.len() + stream.means.most(far.len());
+        let mut all = Gathered::new(most, d, d_v, cx);
+        all.append(k, v, 0..far.start);
+        all.append(k, v, stream.chosen.iter().map(|&j| j as usize));
+        if stream.plan.parts() > 0 {
+            stream.means.append(k, v, far, &stream.chosen, &mut all);
+        }
+        assert!(stream.far.k == all.keys().data(), "keys, {what}");
+        assert!(stream.far.v == all.values().data(), "values, {what}");
+        assert!(stream.far.bias == all.biases(), "biases, {what}");
+    }
+
+    #[test]
+    fn far_keys_are_those_gathered_one_after_another() {
+        let (n, d, d_v, heads) = (2 * GATHERED + 900, 3, 2, 2);
+        let mut rng = StreamKey::new(1).rng();
+        let mut draw = |len: usize| {
+            let mut x = vec![0.0f64; len];
+            rng.fill_normal(&mut x);
+            x
+        };
+        let (k, v, q) = (draw(n * d), draw(n * d_v), draw(heads * d));
+        let (k, v) = (MatRef::new(&k, n, d), MatRef::new(&v, n, d_v));
+        let problem = Problem { d_v, ..Problem::new(heads, n, d).with_kv_heads(1) };
+        let ws = Workspace::single().unwrap();
+        // With nearly all keys chosen, most short runs are chosen whole.
+        for (far, far_block, far_share) in [
+            (Far::Mean, 64, 0.1),
+            (Far::Mean, 4, 0.95),
+            (Far::Split, 16, 0.6),
+            (Far::None, 64, 0.1),
+            (Far::Mean, 5000, 0.1),
+        ] {
+            let params = Params {
+                far,
+                far_block,
+                far_share,
+                keys: 1,
+                sinks: 70,
+                window: 5,
+                refresh: 7,
+                ..Params::default()
+            };
+            let mut stream = ColumnStream::new(SampledColumns::new(params), &problem);
+            let (mut out, mut lse) = (vec![0.0; heads * d_v], vec![0.0; heads]);
+            let mut done = 0;
+            while done < n {
+                let next = if done == 200 { n - 200 } else { done + 1 };
+                stream.push(k.sub_rows(done..next), v.sub_rows(done..next), ws.context()).unwrap();
+                let q = MatRef::new(&q, heads, d);
+                stream.attend(q, 1.0, &mut out, &mut lse, ws.context()).unwrap();
+                check_far(&stream, ws.context(), &format!("{far:?} {far_block} {far_share}, {next} keys"));
+                done = next;
+            }
+        }
     }
 }
