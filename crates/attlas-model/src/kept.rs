@@ -160,7 +160,7 @@ impl Packed {
         let mut part_out = scratch.take::<f32>(groups.len() * pieces * group * width);
         let mut part_lse = scratch.take::<f32>(groups.len() * pieces * group);
         let parts = part_out.par_chunks_exact_mut(group * width).zip(part_lse.par_chunks_exact_mut(group));
-        parts.with_max_len(1).enumerate().for_each(|(i, (out, lse))| {
+        parts.enumerate().for_each_in_runs(|(i, (out, lse))| {
             let (head, start) = (i / pieces, seen.start + i % pieces * PIECE);
             let [k, v] = self.rows(groups.start + head, start..(start + PIECE).min(seen.end));
             let q = MatRef::new(&q[head * group * width..][..group * width], group, width);

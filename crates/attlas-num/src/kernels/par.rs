@@ -22,6 +22,7 @@ use std::iter::Sum;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Indexed items of a parallel loop.
 ///
@@ -106,6 +107,29 @@ impl<S: Source> Par<S> {
         });
     }
 
+    /// Runs `f` on every item: each thread takes a run of neighbours, and then items of other runs that nobody has begun.
+    ///
+    /// For items that follow each other in memory: the bytes prefetched behind an item are then the thread's own next
+    /// ones. Handed out one by one, four shares of a product for each thread made a token of SmolLM2 14 % slower than
+    /// one share did (two threads of an AMD EPYC).
+    pub fn for_each_in_runs(self, f: impl Fn(S::Item) + Sync) {
+        let (n, source) = (self.source.items(), &self.source);
+        let threads = rayon::current_num_threads().min(n);
+        let runs = threads.min(MOST_RUNS);
+        let next: [Cursor; MOST_RUNS] =
+            std::array::from_fn(|run| Cursor(AtomicUsize::new(n * run / runs.max(1))));
+        split(threads, 1, 1, &|range| {
+            for own in range.map(|i| i % runs) {
+                for run in (own..runs).chain(0..own) {
+                    let claim = || next[run].0.fetch_add(1, Ordering::Relaxed);
+                    let items = std::iter::repeat_with(claim).take_while(|i| *i < n * (run + 1) / runs);
+                    // SAFETY: the runs are disjoint and below `items`, and a cursor gives each index once.
+                    items.for_each(|i| f(unsafe { source.take(i) }));
+                }
+            }
+        });
+    }
+
     /// Runs `f` on every item and returns the first error in item order.
     pub fn try_for_each<E: Send>(self, f: impl Fn(S::Item) -> Result<(), E> + Sync) -> Result<(), E> {
         self.map(f).collect()
@@ -167,6 +191,13 @@ fn split(n: usize, min: usize, max: usize, body: &(dyn Fn(Range<usize>) + Sync))
         halve(0..n, splits, false, min.max(1), body);
     }
 }
+
+/// Most runs of neighbouring items; more threads share them.
+const MOST_RUNS: usize = 32;
+
+/// First item of a run that no thread has taken, on a cache line of its own.
+#[repr(align(64))]
+struct Cursor(AtomicUsize);
 
 fn halve(range: Range<usize>, splits: usize, stolen: bool, min: usize, body: &(dyn Fn(Range<usize>) + Sync)) {
     let half = range.len() / 2;
@@ -566,6 +597,11 @@ mod tests {
                     });
                     assert!(met.iter().all(|m| m.load(Ordering::Relaxed) == 1), "{threads} {n} {min} {max}");
                 }
+                let met: Vec<AtomicUsize> = (0..n).map(|_| AtomicUsize::new(0)).collect();
+                (0..n).into_par_iter().for_each_in_runs(|i| {
+                    met[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(met.iter().all(|m| m.load(Ordering::Relaxed) == 1), "{threads} {n}");
             });
         }
     }

@@ -227,6 +227,10 @@ mod tests {
                         taken[i].fetch_add(1, Ordering::Relaxed);
                     });
                     assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 1), "{threads} {n}");
+                    (0..n).into_par_iter().for_each_in_runs(|i| {
+                        taken[i].fetch_add(1, Ordering::Relaxed);
+                    });
+                    assert!(taken.iter().all(|t| t.load(Ordering::Relaxed) == 2), "{threads} {n}");
                 }
             });
         }

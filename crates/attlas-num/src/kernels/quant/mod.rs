@@ -525,11 +525,7 @@ impl<'a> Targets<'a> {
                 start += t.weight.bytes.len();
             }
         };
-        if tasks == 1 {
-            share(0);
-        } else {
-            (0..tasks).into_par_iter().with_max_len(1).for_each(share);
-        }
+        (0..tasks).into_par_iter().for_each_in_runs(share);
     }
 }
 
