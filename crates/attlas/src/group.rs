@@ -384,6 +384,13 @@ pub trait GroupStream<T: Real>: Debug + Send {
     /// Appends rows of keys and values.
     fn push(&mut self, k: MatRef<'_, T>, v: MatRef<'_, T>, cx: Context<'_>) -> Result<()>;
 
+    /// Returns true if `push` with this many tokens ends sooner than another thread wakes. It then runs on the caller's
+    /// thread, where it must not use rayon.
+    fn push_on_caller(&self, tokens: usize) -> bool {
+        let _ = tokens;
+        false
+    }
+
     /// Attends with one query row per head, `heads × d`, to everything pushed.
     fn attend(
         &mut self,
@@ -908,6 +915,10 @@ fn with_staging<T: Real>(
 /// Elements that one task copies: starting a task costs a microsecond, as much as copying some of them.
 const COPIED: usize = 1 << 16;
 
+/// Most groups whose next token the caller's thread appends: some microseconds for copies of a row each, as long as
+/// waking another thread takes.
+const GROUPS_ON_CALLER: usize = 64;
+
 /// Streams of all groups of a problem, behind one [`Stream`].
 #[derive(Debug)]
 struct GroupedStream<T: Real> {
@@ -1011,12 +1022,19 @@ impl<T: Typed> Stream for GroupedStream<T> {
         let tokens = k.dims()[2];
         expect("keys", k.dims(), [p.batch, p.n_kv_heads, tokens, p.d])?;
         expect("values", v.dims(), [p.batch, p.n_kv_heads, tokens, p.d_v])?;
-        ws.install(|cx| {
-            self.groups.par_iter_mut().with_max_len(1).enumerate().try_for_each(|(g, group)| {
-                let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
-                group.push(k.head(b, h), v.head(b, h), cx)
-            })
-        })?;
+        let push = |g: usize, group: &mut dyn GroupStream<T>, cx: Context<'_>| {
+            let (b, h) = (g / p.n_kv_heads, g % p.n_kv_heads);
+            group.push(k.head(b, h), v.head(b, h), cx)
+        };
+        if self.groups.len() <= GROUPS_ON_CALLER && self.groups.iter().all(|g| g.push_on_caller(tokens)) {
+            let cx = ws.context();
+            self.groups.iter_mut().enumerate().try_for_each(|(g, group)| push(g, &mut **group, cx))?;
+        } else {
+            ws.install(|cx| {
+                let groups = self.groups.par_iter_mut().with_max_len(1).enumerate();
+                groups.try_for_each(|(g, group)| push(g, &mut **group, cx))
+            })?;
+        }
         self.len += tokens;
         Ok(())
     }

@@ -144,6 +144,10 @@ impl<T: Real> GroupStream<T> for ExactStream<T> {
         Ok(())
     }
 
+    fn push_on_caller(&self, tokens: usize) -> bool {
+        tokens == 1
+    }
+
     fn attend(
         &mut self,
         q: MatRef<'_, T>,

@@ -317,6 +317,12 @@ impl<T: Real> GroupStream<T> for ColumnStream<T> {
         Ok(())
     }
 
+    fn push_on_caller(&self, tokens: usize) -> bool {
+        // A run that becomes whole is summed up on all threads.
+        let whole = (self.cached.tokens() + tokens) / self.plan.params.far_block;
+        tokens == 1 && (self.plan.parts() == 0 || whole <= self.means.runs())
+    }
+
     fn attend(
         &mut self,
         q: MatRef<'_, T>,
